@@ -426,10 +426,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             return loss
         call = self._enter_step()
         norm, self._stepper.left = self._new_norm(), None
-        with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
-            last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm.value
+        last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm
+        with self.calls.taking_part(partial(self._catch_up, norm, last), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
-            self._observer.step_begins(last)  # which may ask the other ranks, so they have to be in this call
+            self._observer.step_begins()  # which may ask the other ranks, so they have to be in this call
+            if last is not None:
+                self._judge(last, at_hand=False)
             if self._guard.edited:
                 self._guard.follow_edits()
             self._take_step(norm, self.step_state.gradient_scale())
@@ -453,7 +455,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _take_step(self, norm: GlobalNorm, unit: float | Tensor) -> None:
         """Measure and judge the gradients, of this ``unit``; step and gather unless they overflowed."""
         self._measure(norm, unit)
-        self._judge(norm)
+        if self._tells_norm:
+            self._judge(norm)
         if self.options.clip_grad_norm > 0:
             unit = unit * clip_factor(norm.value, self.options.clip_grad_norm)
         nothing = norm.is_empty and len(self.sharded_parameters.shard_groups) == 1
@@ -469,27 +472,31 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         on_host = self.options.cpu_offload  # which waits for gradients anyway
         self._stepper.step(float(unit) if on_host else unit, flag)
 
-    def _catch_up(self, norm: GlobalNorm) -> None:
-        """Do what other ranks wait for in a step that has failed on this one."""
+    def _catch_up(self, norm: GlobalNorm, last: GlobalNorm | None) -> None:
+        """Do what other ranks wait for in a step that has failed on this one; ``last``: the norm of the step before."""
         try:
+            if last is not None and last.catch_up():
+                self._judge(last, at_hand=False)
             if norm.catch_up() and self._leaves_out(norm):
                 assert self.scaler is not None
                 self._skip(self.scaler)
             else:
                 self._stepper.catch_up()
         finally:
+            self._norm = norm  # which all ranks judge in the next step, if they haven't yet
             self._end_step()
 
     def _leaves_out(self, norm: GlobalNorm) -> bool:
         """Whether other ranks leave the step out for an overflow, after they have looked at the norm."""
-        self._judge(norm)
+        if self._tells_norm:
+            self._judge(norm)
         return self.scaler is not None and not self._skips_by_flag and not norm.value.isfinite()
 
-    def _judge(self, norm: GlobalNorm) -> None:
-        """Have the norm looked at, once, where the host may wait for it now."""
-        if self._tells_norm and not norm.is_judged:
-            norm.is_judged = True
-            self._observer.norm(norm.value)
+    def _judge(self, norm: GlobalNorm, at_hand: bool = True) -> None:
+        """Have the norm looked at, once; ``at_hand``: it is that of this step."""
+        if not norm.is_judged:
+            self._observer.norm(norm.value, at_hand)
+            norm.is_judged = True  # now: where it can't be read on this rank, others may look for what is wrong with it
 
     @property
     def _skips_by_flag(self) -> bool:

@@ -118,16 +118,11 @@ class BadNumbers:
         else:
             self._later = LaterRead(value, step)
 
-    def step_begins(self, last_norm: Tensor | None) -> None:
-        """Check the norm of the step before, if its check was put off. Communicates if it isn't finite.
-
-        ``last_norm`` is that norm, 0-d, or None if ``norm`` has been called with it.
-        """
+    def step_begins(self) -> None:
+        """Check the norm of the step before, if ``norm`` has put that off. Communicates if it isn't finite."""
         later, self._later = self._later, None
         if later is not None:
             self._judge(later.read(), later.step, at_hand=False)
-        if last_norm is not None:
-            self.norm(last_norm, at_hand=False)
 
     def _judge(self, norm: float, step: int, at_hand: bool) -> None:
         good = math.isfinite(norm)
@@ -179,7 +174,11 @@ class BadNumbers:
 
     def _found(self, at_hand: bool) -> str:
         """Describe the parameter, the bucket and the ranks at fault. All ranks call it. ``at_hand``: as of ``norm``."""
-        mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
+        try:
+            mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
+        except Exception as error:  # as of memory that has run out: the others wait for what this rank has seen
+            _log.warning("could not look for numbers that aren't finite: %s: %s", type(error).__name__, error)
+            mine = _Seen(None, set())
         gathered: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)
         suspects = [seen.first for seen in gathered if seen.first is not None]
         if not suspects:

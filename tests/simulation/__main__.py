@@ -49,7 +49,7 @@ class Tally:
     refused: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def add(self, seed: int, verdict: Verdict) -> None:
+    def add(self, seed: int, verdict: Verdict, options: str = "") -> None:
         self.seeds += 1
         self.kinds[verdict.program.kind] += 1
         self.carriers[verdict.program.carrier] += 1
@@ -58,7 +58,7 @@ class Tally:
         if verdict.injected:
             self.faults[verdict.injected] += 1
         if verdict.failure is not None:
-            self.failures.append(told(seed, shrunk(verdict)))
+            self.failures.append(told(seed, shrunk(verdict), options))
 
     def __iadd__(self, other: Tally) -> Tally:
         self.seeds += other.seeds
@@ -129,8 +129,12 @@ def _replay(seed: int, carrier: Carrier | None, split: str | None) -> int:
     if verdict.failure is None:
         print("right")
         return 0
-    print(f"\n{verdict.failure}\n\nshrunk, {told(seed, shrunk(verdict))}")
+    print(f"\n{verdict.failure}\n\nshrunk, {told(seed, shrunk(verdict), _drawn_with(carrier, split))}")
     return 1
+
+
+def _drawn_with(carrier: Carrier | None, split: str | None) -> str:
+    return "".join(f" --{name} {value}" for name, value in (("carrier", carrier), ("split", split)) if value)
 
 
 def _all(options: argparse.Namespace) -> Tally:
@@ -180,7 +184,7 @@ def _work(counter: Any, last: int | None, until: float, carrier: Carrier | None,
         tally = Tally()
         for seed in seeds:
             for split in (None, "parameters") if seed % 3 == 0 else (None,):
-                tally.add(seed, run(draw(seed, carrier, split)))
+                tally.add(seed, run(draw(seed, carrier, split)), _drawn_with(carrier, split))
         results.put(tally)
         gc.collect()
     results.put(None)

@@ -21,16 +21,19 @@ class Kind(NamedTuple):
     completes: bool = True
 
 
-BACKWARDS = ("backward", "plain", "no_sync", "plain in no_sync", "pass", "nan", "raising")
+BACKWARDS = ("backward", "by gradient", "plain", "no_sync", "plain in no_sync", "pass", "nan", "raising")
 BOTH = ("through", "plain through", "nested")  # backwards through the models of both parts
 
-OF_ONE_OPTIMIZER = ("backward", "pass", "nan", "raising", "through", "nested", "closure")  # begun by optimizer.backward
+# Begun by the optimizer.
+OF_ONE_OPTIMIZER = ("backward", "by gradient", "pass", "nan", "raising", "through", "nested", "closure")
 
 WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct", "construct aside")
 
 SAVE = "save a checkpoint to"
 
 EDITS = ("scale", "scale twice", "add", "copy")  # of one weight's p.grad
+
+SETTINGS = {"learning rate": "lr", "weight decay": "weight_decay"}  # of all param groups, which calls multiply
 
 CALLS: dict[str, Kind] = {
     **dict.fromkeys((*BACKWARDS, *BOTH), Kind()),
@@ -46,6 +49,8 @@ CALLS: dict[str, Kind] = {
     "gradient": Kind("get_param_grad"),
     "verify": Kind("verify", completes=False),
     "reload": Kind("state_dict", completes=False),
+    "keep state": Kind("state_dict", completes=False),
+    "load state": Kind("load_state_dict", completes=False),
     "save": Kind(SAVE, completes=False),
     "load": Kind("load the checkpoint"),
     "load raising": Kind("load the checkpoint"),
@@ -53,11 +58,12 @@ CALLS: dict[str, Kind] = {
     "synchronize": Kind("synchronize"),
     "construct": Kind("construct its LowLevelZeroOptimizer"),
     "construct aside": Kind("construct its LowLevelZeroOptimizer"),
+    "train anew": Kind("construct its LowLevelZeroOptimizer"),
     "restore": Kind("load the checkpoint"),
     "together": Kind("look at gradients"),
     "model.zero_grad": Kind(),
     "grad = None": Kind(),
-    "learning rate": Kind(),
+    **dict.fromkeys(SETTINGS, Kind()),
     "write weight": Kind(),
     "freeze": Kind(),
     "last norm": Kind(),

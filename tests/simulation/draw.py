@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -22,7 +23,7 @@ BETWEEN = {
     "torch's clip": 12,
     "norm": 8,
     "scale": 5,
-    "scale twice": 2,
+    "scale twice": 5,
     "add": 4,
     "copy": 3,
     "clone": 3,
@@ -31,7 +32,8 @@ BETWEEN = {
     "verify": 5,
     "reload": 4,
     "write weight": 8,
-    "learning rate": 6,
+    "learning rate": 5,
+    "weight decay": 3,
     "freeze": 6,
     "last norm": 4,
     "construct": 4,
@@ -39,8 +41,11 @@ BETWEEN = {
     "zero_grad": 3,
     "add group": 6,
     "together": 2,
-    "save": 2,
-    "load": 2,
+    "save": 3,
+    "load": 3,
+    "keep state": 5,
+    "load state": 5,
+    "train anew": 3,
 }
 
 # How often what one rank does alone.
@@ -49,7 +54,8 @@ APART = {
     "swap": 8,
     "another call": 10,
     "grad = None": 10,
-    "learning rate": 8,
+    "learning rate": 6,
+    "weight decay": 2,
     "write weight": 8,
     "model.zero_grad": 6,
     "raising": 10,
@@ -94,8 +100,12 @@ class Drawing:
         if self.chance(0.45) and not (experts and self.carrier == "nccl"):
             kind, rows = self.differing(rows)
         rows, fault = rows[:MOST_CALLS], self.fault()
-        if fault is not None and fault.kind == "raise":  # checkpoints are of the first groups
-            rows = [row for row in rows if not any(call is not None and call.name == "add group" for call in row)]
+        for name, one_program in (  # whose ranks all come to it
+            ("add group", fault is None or fault.kind != "raise"),  # checkpoints are of the first groups
+            ("train anew", kind == "alike" and (fault is None or fault.kind == "wait") and not _makes(rows, "freeze")),
+        ):
+            if not one_program:
+                rows = [row for row in rows if not _makes([row], name)]
         aside = (fault is None or fault.kind == "wait") and self.chance(0.1)
         return Program(self.ranks, self.carrier, tuple(self.parts), tuple(rows), seed, fault, kind, aside)
 
@@ -133,6 +143,7 @@ class Drawing:
             self.one_of(1, 1, 1, 2),
             tuple(sorted(self.options(dtypes).items())),
             self.one_of("both", "inner") if self.ranks == 4 and not experts and self.chance(0.3) else "none",
+            self.chance(0.12),
         )
 
     def weight(self, dtypes: list[str], experts: bool) -> Weight:
@@ -189,11 +200,12 @@ class Drawing:
         order = self.random.sample(range(len(self.parts)), len(self.parts))
         for of in order:
             rows += [self.backward(of) for _ in range(self.random.choices([1, 2, 3], [65, 28, 7])[0])]
-            rows += [self.between(of) for _ in range(self.random.choices([0, 1, 2], [45, 40, 15])[0])]
+            rows += [row for _ in range(self.random.choices([0, 1, 2], [45, 40, 15])[0]) for row in self.between(of)]
         for of in order:
             name = self.random.choices(["step", "closure", "synchronize", "none"], [84, 6, 6, 4])[0]
             if name != "none":
                 rows.append(self.alike(Call(name, of, amount=self.one_of(0.5, 2.0))))
+            rows += self.between(of) if self.chance(0.15) else []
             name = self.random.choices(["zero_grad", "model.zero_grad", "zero_grad to zeros", "none"], [74, 12, 6, 8])[
                 0
             ]
@@ -219,9 +231,10 @@ class Drawing:
         if len(self.parts) > 1 and self.chance(0.25):
             return str(self.random.choices(["through", "nested", "plain through"], [50, 25, 25])[0])
         if self.parts[of].half:
-            return str(self.random.choices(["backward", "pass", "no_sync", "nan"], [75, 10, 10, 5])[0])
-        names = ["backward", "plain", "pass", "no_sync", "plain in no_sync", "nan"]
-        return str(self.random.choices(names, [52, 25, 6, 11, 4, 2])[0])
+            names = ["backward", "by gradient", "pass", "no_sync", "nan"]
+            return str(self.random.choices(names, [70, 5, 10, 10, 5])[0])
+        names = ["backward", "by gradient", "plain", "pass", "no_sync", "plain in no_sync", "nan"]
+        return str(self.random.choices(names, [50, 2, 25, 6, 11, 4, 2])[0])
 
     def drops(self, of: int) -> list[int]:
         layers = len(self.parts[of].layers)
@@ -237,8 +250,10 @@ class Drawing:
         odd = self.random.randrange(self.ranks) if how == "one" else -1
         return [one() if rank == odd else 0 for rank in range(self.ranks)]
 
-    def between(self, of: int) -> Row:
-        return self.alike(self.call(self.choice(BETWEEN, of), of))
+    def between(self, of: int) -> list[Row]:
+        name = self.choice(BETWEEN, of)
+        before = [self.alike(Call("zero_grad", of))] if name == "train anew" else []
+        return [*before, self.alike(self.call(name, of))]
 
     def choice(self, odds: dict[str, int], of: int) -> str:
         """A name, but none of norms of ``p.grad`` where there are experts, for which they are refused."""
@@ -282,6 +297,11 @@ class Drawing:
         """The rows, with another call of one rank."""
         row = tuple(call if each == rank else old for each, old in enumerate(rows[at]))
         return [*rows[:at], row, *rows[at + 1 :]]
+
+
+def _makes(rows: Iterable[Row], name: str) -> bool:
+    """Whether a rank makes a call of this name."""
+    return any(call is not None and call.name == name for row in rows for call in row)
 
 
 def with_carrier(program: Program, carrier: str) -> Program:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.simulation.calls import BACKWARDS, BOTH, CALLS, EDITS, OF_ONE_OPTIMIZER, SAVE, written
+from tests.simulation.calls import BACKWARDS, BOTH, CALLS, EDITS, OF_ONE_OPTIMIZER, SAVE, SETTINGS, written
 from tests.simulation.log import Entry, Log
 from tests.simulation.net import Batches, derivatives, forward
 from tests.simulation.program import Call, Program
@@ -135,8 +135,8 @@ class Judge:
             part.drop(rank, [part.key(at, rank) for at in range(len(part.part.weights))])
         elif call.name == "grad = None":
             part.drop(rank, [part.key(call.at, rank)])
-        elif call.name == "learning rate":
-            part.rates[rank].append(call.amount)
+        elif call.name in SETTINGS:
+            part.settings[rank].append((SETTINGS[call.name], call.amount))
         elif call.name == "write weight":
             self._write(rank, entry)
         elif call.name == "freeze":
@@ -287,11 +287,11 @@ class Judge:
             must.append("the user's own")
         if any("raised" in ways for ways in part.ways):
             may = True
-        if name == "construct":  # of another model; on a device collectives have one order
+        if name in ("construct", "train anew"):  # on a device collectives have one order
             ways_differ = any(ways != each.ways[0] for each in self.parts for ways in each.ways)
             return Expectation(may=self.program.carrier == "nccl" and ways_differ)
         if name == "save":  # compares contents alone
-            return Expectation(may=part.rates_differ() or bool(part.written_apart()))
+            return Expectation(may=part.settings_differ() or bool(part.written_apart()))
         drops_must, drops_may = part.drops_differ()
         if drops_must and name != "zero_grad":
             if CALLS[name].quiet:
@@ -304,8 +304,7 @@ class Judge:
                 must.append(r"p\.grad to be set to None")
         may |= drops_may or part.edited_apart or part.edits_vary
         if name in ("step", "closure", "synchronize"):
-            if part.rates_differ():
-                must.append(r"\blr\b")
+            must += [rf"\b{name}\b" for name in part.settings_apart()]
             may |= bool(part.written_apart())
             if part.written_by_some():
                 must.append(_names(part.written_by_some()))
@@ -313,7 +312,7 @@ class Judge:
                     must.append(r"p\.grad to be set to None")
             if part.part.keywords.get("error_if_nonfinite") and self._is_bad(part):
                 must.append("finite")
-        elif part.rates_differ() or part.written_apart():
+        elif part.settings_differ() or part.written_apart():
             may = name != "zero_grad"
             if name == "verify" and part.written_apart(seen=True):
                 must.append(_names(part.written_apart(seen=True)))
@@ -327,19 +326,31 @@ class Judge:
     def _together(self, here: dict[int, Entry]) -> None:
         entry = here[0]
         part, call = self.parts[entry.call.of], entry.call
-        if call.name in ("zero_grad", "load"):
-            part.forget() if call.name == "zero_grad" else part.load()
+        if call.name == "zero_grad":
+            part.forget()
+            if any(each.held for each in here.values()):
+                raise Failure("held", f"{call} at {entry.place}: {[each.held for each in here.values()]} bytes by rank")
+            return
+        if call.name == "load":
+            part.load()
             return
         if call.name == "restore":
             self.parts[call.of] = PartReference(self.program, call.of)
             return
         if call.name == "construct":
             self.is_shared |= self.program.carrier == "nccl"
+        elif call.name == "train anew":
+            self.parts[call.of] = part.anew()
+            return
+        elif call.name == "keep state":
+            part.keep_state()
+        elif call.name == "load state":
+            part.load_state()
         elif call.name == "construct aside":
             if outlived := {rank: each.outlived for rank, each in here.items() if each.outlived}:
                 raise Failure("left behind", f"process groups beside one that has been destroyed: {outlived}")
             return
-        elif call.name != "save":
+        if call.name not in ("construct", "save"):
             apart = part.dropped_apart() if CALLS[call.name].quiet else []  # it may have had nothing to ask
             part.finish(with_local=CALLS[call.name].completes)
             for rank, keys in enumerate(apart):

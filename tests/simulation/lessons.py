@@ -60,6 +60,7 @@ class Lesson:
         first: what is called once, before the first checkpoint is saved.
         half: parameters are fp16.
         drops: with every other batch a rank leaves a layer out.
+        overflows: with the second batch the gradients of the last rank do.
         ranks: how many there are; of four, two each share a layer of experts.
     """
 
@@ -70,6 +71,7 @@ class Lesson:
     first: Sequence[str] = ()
     half: bool = False
     drops: bool = False
+    overflows: bool = False
     ranks: int = 2
 
     @property
@@ -93,6 +95,7 @@ LESSONS: dict[str, Lesson] = {
         carrier="memory",
     ),
     "fp16": Lesson(half=True, optimizer="fused adam", options={"initial_scale": 2.0**8}),
+    "fp16 that overflows": Lesson(half=True, overflows=True, carrier="nccl", options={"initial_scale": 2.0**8}),
     "layers dropped": Lesson(drops=True, options={"reduce_bucket_size": 12}),
     "plain backwards": Lesson(
         ("model(...)", "no_sync", "model(...)", "loss.backward()", "p.grad", "step", "zero_grad"), options=STAGE_2
@@ -155,7 +158,8 @@ class Model(nn.Module):
         x = X[batch, rank].half() if self.half else X[batch, rank]
         dropped = lesson.drops and batch % 2 == 1
         used = [layer for at, layer in enumerate((self.a, self.b, self.c)) if not (dropped and at == rank)]
-        return torch.stack([layer(x).float().tanh().square().mean() for layer in used]).sum()
+        loss = torch.stack([layer(x).float().tanh().square().mean() for layer in used]).sum()
+        return loss * float("inf") if lesson.overflows and batch == 1 and rank == lesson.ranks - 1 else loss
 
 
 def _layer(inputs: int, outputs: int, generator: torch.Generator, half: bool) -> nn.Linear:

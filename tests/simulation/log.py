@@ -34,7 +34,7 @@ class Entry:
     Attributes:
         place: the row of the program, or a place of the closing behind the last one.
         told: what the call returned, if that is compared.
-        held: after a step, the bytes of gradients that this rank holds.
+        held: after a step or a ``zero_grad``, the bytes of gradients that this rank holds.
         absent: the call wasn't made, since it had nothing to do: no sharded gradient stood in ``p.grad``, say.
         outlived: names of the process groups that outlive the one which they were made for.
         error: what left the call.

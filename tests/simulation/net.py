@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.simulation.calls import BOTH, WITH_LOSS, all_calls
 from tests.simulation.program import NOTHING, Part, Program, Weight
@@ -109,17 +112,24 @@ def loss_of(part: Part, weights: Sequence[Tensor], drops: int, batch: Batch, hid
 def run_layers(part: Part, weights: Sequence[Tensor], drops: int, batch: Batch, hidden: Tensor | None = None) -> Tensor:
     """The number that comes out of the layers."""
     last = torch.full((), batch.start, dtype=torch.float64) if hidden is None else hidden
-    for at in uses(part, drops):
+    if part.recomputed and not last.requires_grad:  # else no gradient would be computed
+        last = last.detach().requires_grad_()
+    for members in layers_of(part, drops):
+        run = partial(_run_layer, members, weights, batch)
+        last = checkpoint(run, last, use_reentrant=True) if part.recomputed else run(last)
+    return last
+
+
+def _run_layer(members: Sequence[int], weights: Sequence[Tensor], batch: Batch, last: Tensor) -> Tensor:
+    for at in members:
         product = (weights[at] * batch.factors[at]).sum(dtype=torch.float64)
         last = torch.add(last, torch.sin(last + product), alpha=0.5)
     return last
 
 
-def uses(part: Part, drops: int) -> list[int]:
-    """The weights that a loss uses, one after the other."""
-    if drops == NOTHING:
-        return []
-    return [at for place, members in enumerate(part.layers) if not drops >> place & 1 for at in members]
+def layers_of(part: Part, drops: int) -> list[tuple[int, ...]]:
+    """The weights that a loss uses, by layer, one after the other."""
+    return [] if drops == NOTHING else [each for place, each in enumerate(part.layers) if not drops >> place & 1]
 
 
 class Use(NamedTuple):
@@ -134,7 +144,7 @@ class Use(NamedTuple):
 def forward(part: Part, weights: Sequence[Tensor], drops: int, batch: Batch, start: float) -> tuple[float, list[Use]]:
     """The same by hand: what comes out of the layers that ``start`` goes into, and what its derivatives follow from."""
     found = []
-    for at in uses(part, drops):
+    for at in chain.from_iterable(layers_of(part, drops)):
         angle = start + (weights[at] * batch.factors[at]).sum(dtype=torch.float64).item()
         found.append(Use(at, batch.factors[at], angle))
         start += 0.5 * math.sin(angle)
@@ -153,9 +163,7 @@ def derivatives(uses: Sequence[Use], slope: float) -> tuple[float, list[tuple[in
 
 def groups_of(part: Part, weights: list[Any], late: bool = False) -> list[dict[str, Any]]:
     """The param groups of a fresh optimizer over ``weights``, which may be None: not this rank's."""
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": 0.1 / (1 + at), "lr": rate_of(part, at)} for at in range(part.groups)
-    ]
+    groups: list[dict[str, Any]] = [{"params": [], **settings_of(at)} for at in range(part.groups)]
     for weight, p in zip(part.weights, weights, strict=True):
         if weight.role != "late" and p is not None:
             groups[weight.group % part.groups]["params"].append(p)
@@ -164,9 +172,9 @@ def groups_of(part: Part, weights: list[Any], late: bool = False) -> list[dict[s
 
 def late_group(part: Part, weights: list[Any]) -> dict[str, Any]:
     """What joins by ``add_param_group``."""
-    return {"params": [weights[at] for at in part.late if weights[at] is not None], "lr": rate_of(part, part.groups)}
+    return {"params": [weights[at] for at in part.late if weights[at] is not None], **settings_of(part.groups)}
 
 
-def rate_of(part: Part, group: int) -> float:
-    """The learning rate that a param group starts with."""
-    return LEARNING_RATE / (1 + group)
+def settings_of(group: int) -> dict[str, float]:
+    """The settings that a param group starts with."""
+    return {"weight_decay": 0.1 / (1 + group), "lr": LEARNING_RATE / (1 + group)}

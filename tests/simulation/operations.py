@@ -27,7 +27,7 @@ _FEW = {
     "lowlevel_zero.checkpoint.storage": {"_gather", "_outcome"},
     "lowlevel_zero.unused_parameters": {"_exchange"},
     "lowlevel_zero.communication.shard_group": {"all_gather_object", "all_reduce_max"},
-    "lowlevel_zero.communication.backends.backend": {"all_gather_object", "exchange"},
+    "lowlevel_zero.communication.backends.backend": {"all_gather_object", "exchange", "read"},
     "lowlevel_zero.communication.backends.pairwise": {"exchange", "_gathered", "run_rounds"},
     "lowlevel_zero.communication.backends.shared_memory": {"exchange"},
 }
@@ -43,11 +43,13 @@ class Operations:
 
     Attributes:
         count: how many there have been.
+        places: the functions of the package that have called them, in order.
         failed: where the one that was to fail was called, as ``file:line function``; empty: it hasn't been.
     """
 
     def __init__(self, fails_at: int) -> None:
         self.count = 0
+        self.places: list[str] = []
         self.failed = ""
         self._fails_at = fails_at
 
@@ -59,6 +61,7 @@ class Operations:
         """Count one operation, or raise in its place."""
         number = self.count
         self.count += 1
+        self.places.append(frame.f_code.co_name)
         if number == self._fails_at:
             self.failed = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
             raise InjectedFault(f"injected fault in operation {number}, {name}, of {self.failed}")

@@ -91,6 +91,7 @@ class Outcome(Generic[T]):
         trace: digest of all hand-overs and of all that was sent, the same for the same seed.
         hand_overs: how often the scheduler chose who runs next.
         operations: by rank, how many operations of the package there were; empty unless they were counted.
+        places: by rank, the functions of the package that called these operations, in order.
         failed: the place in the package that called the operation that a fault made fail; empty: none failed.
         messages: by rank, how many messages the rank sent.
         steps_of: by rank, how many hand-overs the rank made until its job ended.
@@ -104,6 +105,7 @@ class Outcome(Generic[T]):
     trace: str
     hand_overs: int
     operations: dict[int, int] = field(default_factory=dict)
+    places: dict[int, list[str]] = field(default_factory=dict)
     failed: str = ""
     messages: dict[int, int] = field(default_factory=dict)
     steps_of: dict[int, int] = field(default_factory=dict)

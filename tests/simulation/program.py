@@ -40,6 +40,7 @@ class Part:
         groups: the number of param groups.
         options: keywords of ``LowLevelZeroOptimizer``, sorted by name.
         levels: "none", or two levels of two ranks each: "both" share a parameter, or the "inner" ones do.
+        recomputed: layers are run again in the backward, by backwards nested in it.
     """
 
     weights: tuple[Weight, ...] = (Weight(),)
@@ -48,6 +49,7 @@ class Part:
     groups: int = 1
     options: tuple[tuple[str, Any], ...] = ()
     levels: str = "none"
+    recomputed: bool = False
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -146,6 +148,7 @@ class Program:
             lines += [f"  w{at}: {_described(weight)}" for at, weight in enumerate(part.weights)]
             if part.levels != "none":
                 lines.append(f"  two levels of ranks, {part.levels}")
+            lines += ["  layers are run again in the backward"] * part.recomputed
             lines += [f"  {name}={value}" for name, value in part.options]
         return lines
 

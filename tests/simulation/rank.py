@@ -16,7 +16,7 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.layout.held import memory_held
 from tests.simulation import net
-from tests.simulation.calls import BACKWARDS, BOTH, EDITS, all_calls, written
+from tests.simulation.calls import BACKWARDS, BOTH, EDITS, SETTINGS, all_calls, written
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, Net, loss_of, run_layers
 from tests.simulation.outcome import InjectedFault
@@ -25,7 +25,7 @@ from tests.support.options import grouped
 
 TRIES = 6  # how often a rank may begin anew
 # Calls whose exceptions end a process, as the docs' table has it: the others wait for the rank.
-ENDS = ("gradient", "reload", "together", "load", "load raising", "restore")
+ENDS = ("gradient", "reload", "keep state", "load state", "together", "load", "load raising", "restore")
 
 
 class UserError(Exception):
@@ -43,6 +43,8 @@ class Rank:
     def __init__(self, program: Program, rank: int, batches: Batches, folder: str) -> None:
         self.program, self.rank, self.batches, self.folder = program, rank, batches, folder
         self.saved: dict[int, tuple[str, int]] = {}  # by part, where, and how many param groups there were
+        self.kept: dict[int, dict[str, Any]] = {}  # by part, a state dict
+        self.retired: list[LowLevelZeroOptimizer] = []
         self.groups = _groups(program, rank)
         self.nets = [Net(part, seed=rank + 10 * number) for number, part in enumerate(program.parts)]
         self.optimizers = [self._optimizer(part, model) for part, model in zip(program.parts, self.nets, strict=True)]
@@ -108,6 +110,8 @@ class Rank:
             with optimizer.backward_pass(loss) as scaled:
                 if scaled.requires_grad:
                     scaled.backward()
+        elif name == "by gradient":
+            optimizer.backward_by_grad(loss, torch.full_like(loss, optimizer.loss_scale))
         else:
             optimizer.backward(loss)
 
@@ -156,7 +160,9 @@ class Rank:
         optimizer.step(lambda: optimizer.backward(self._loss(entry)))
 
     def zero_grad(self, entry: Entry) -> None:
-        self.optimizers[entry.call.of].zero_grad(set_to_none=entry.call.name == "zero_grad")
+        optimizer = self.optimizers[entry.call.of]
+        optimizer.zero_grad(set_to_none=entry.call.name == "zero_grad")
+        entry.held = memory_held(optimizer).gradients
 
     def clip(self, entry: Entry) -> None:
         entry.told = self.optimizers[entry.call.of].clip_grad_norm_(entry.call.amount).clone()
@@ -206,6 +212,16 @@ class Rank:
     def reload(self, entry: Entry) -> None:
         optimizer = self.optimizers[entry.call.of]
         optimizer.load_state_dict(optimizer.state_dict())
+
+    def keep_state(self, entry: Entry) -> None:
+        self.kept[entry.call.of] = self.optimizers[entry.call.of].state_dict()
+
+    def load_state(self, entry: Entry) -> None:
+        """Load the state dict that was kept last, if it has as many param groups."""
+        optimizer, kept = self.optimizers[entry.call.of], self.kept.get(entry.call.of)
+        entry.absent = kept is None or len(kept["param_groups"]) != len(optimizer.param_groups)
+        if kept is not None and not entry.absent:
+            optimizer.load_state_dict(kept)
 
     def save(self, entry: Entry) -> None:
         of = entry.call.of
@@ -268,6 +284,20 @@ class Rank:
         batch = self.batches.of(entry.call.of, entry.place, self.rank)
         optimizer.backward(loss_of(part, model.weights, entry.call.drops, batch))
 
+    def train_anew(self, entry: Entry) -> None:
+        """A new optimizer over the same model, which retires the former one, held on to or not."""
+        of, part = entry.call.of, self.program.parts[entry.call.of]
+        if self.program.schedule % 2:
+            self.retired.append(self.optimizers[of])
+        self.optimizers[of] = self._optimizer(part, self.nets[of])
+        for each in self.retired[-1:]:
+            try:
+                each.step()
+            except RuntimeError as error:
+                entry.absent = "got a former one" not in str(error)
+            else:
+                raise AssertionError("a retired optimizer has stepped")
+
     def construct_aside(self, entry: Entry) -> None:
         """Train another model over a process group that is destroyed behind the optimizer."""
         groups = torch.distributed.distributed_c10d._world.pg_names
@@ -287,9 +317,9 @@ class Rank:
     def drop(self, entry: Entry) -> None:
         self.nets[entry.call.of][entry.call.at].grad = None
 
-    def learning_rate(self, entry: Entry) -> None:
+    def set(self, entry: Entry) -> None:
         for group in self.optimizers[entry.call.of].param_groups:
-            group["lr"] *= entry.call.amount
+            group[SETTINGS[entry.call.name]] *= entry.call.amount
 
     @torch.no_grad()
     def write(self, entry: Entry) -> None:
@@ -308,9 +338,9 @@ class Rank:
     @torch.no_grad()
     def repair(self, entry: Entry) -> None:
         """What a user does about ranks that have come to differ: the same settings and weights on all."""
-        for part, optimizer in zip(self.program.parts, self.optimizers, strict=True):
+        for optimizer in self.optimizers:
             for at, group in enumerate(optimizer.param_groups):
-                group["lr"] = net.rate_of(part, at)
+                group.update(net.settings_of(at))
         for of, at in written(self.program):
             self.nets[of][at].fill_(entry.call.amount)
 
@@ -352,6 +382,8 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "gradient": Rank.gradient,
     "verify": Rank.verify,
     "reload": Rank.reload,
+    "keep state": Rank.keep_state,
+    "load state": Rank.load_state,
     "save": Rank.save,
     "load": Rank.load,
     "load raising": Rank.load,
@@ -360,10 +392,11 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "synchronize": Rank.synchronize,
     "construct": Rank.construct,
     "construct aside": Rank.construct_aside,
+    "train anew": Rank.train_anew,
     "restore": Rank.restore,
     "model.zero_grad": Rank.clear_model,
     "grad = None": Rank.drop,
-    "learning rate": Rank.learning_rate,
+    **dict.fromkeys(SETTINGS, Rank.set),
     "write weight": Rank.write,
     "freeze": Rank.freeze,
     "last norm": Rank.last_norm,

@@ -50,6 +50,7 @@ class PartReference:
     """
 
     def __init__(self, program: Program, number: int) -> None:
+        self.program, self.number = program, number
         self.part, self.ranks = program.parts[number], program.ranks
         self.weights = self._whole(number)
         self.masters: dict[Key, nn.Parameter] = {}
@@ -63,10 +64,13 @@ class PartReference:
         self.frozen: list[set[Key]] = [set() for _ in range(self.ranks)]
         groups = net.groups_of(self.part, list(range(len(self.part.weights))))
         self.optimizer = net.OPTIMIZERS[self.part.optimizer]([self._of_masters(group) for group in groups])
-        self.rates: list[list[float]] = [[] for _ in range(self.ranks)]
+        # By rank, what it has multiplied the settings of all groups with, by name.
+        self.settings: list[list[tuple[str, float]]] = [[] for _ in range(self.ranks)]
         self.written: list[list[int]] = [[] for _ in range(self.ranks)]  # weights, since the last step
         self.unlike: set[Key] = set()  # weights that ranks have written, each in its own way or at its own time
-        self.saved: Any = None
+        self.saved: Any = None  # what a checkpoint has
+        self.kept: Any = None  # what a state dict has
+        self.offered: dict[Key, Tensor] = {}  # masters of a state dict that has been loaded since the last step
         self.forget()
 
     def _whole(self, number: int) -> dict[Key, nn.Parameter]:
@@ -150,7 +154,8 @@ class PartReference:
             self.local[rank].pop(key, None)
 
     def _waits(self, rank: int) -> bool:
-        return self.waits[rank] or (self.is_one_of_several and "plain" in self.ways[rank])
+        kept = self.is_one_of_several and "plain" in self.ways[rank]
+        return kept or self.waits[rank] or self.part.recomputed  # whose gradients no graph foresees
 
     def drops_differ(self) -> tuple[bool, bool]:
         """Whether the ranks must be told that they have dropped different gradients, and whether they may be."""
@@ -194,6 +199,8 @@ class PartReference:
 
     def edit_alone(self, rank: int, call: Call) -> None:
         """One rank edits gradients, which the others that share them don't: they have to hear of it."""
+        if any(self.own):  # which ranks may have completed by looking at norms of them
+            self.edits_vary = self.is_mixed = True
         edited = [key for key in self.base if self.key(key[0], rank) == key and not self.edits_vary]
         if call.name == "torch's clip":
             self.edited_apart |= bool(edited)
@@ -262,21 +269,29 @@ class PartReference:
 
     def _assign(self) -> None:
         for key, master in self.masters.items():
-            p, average = self.weights[key], self.average(key)
+            average = self.average(key)
             # Of the master's strides, as a backward makes it: fused kernels look at memory alone.
             master.grad = None if average is None else torch.empty_like(master).copy_(average)
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+        self._settle()
+        self.offered = {}
+
+    def _settle(self) -> None:
+        """Let masters be those that were offered where these round to the weights, else their own, else the weights."""
+        for key, master in self.masters.items():
+            p, offered = self.weights[key], self.offered.get(key, master)
+            own = torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
+            master.copy_(torch.where(offered.to(p.dtype) == p, offered, own))
 
     def join(self) -> None:
         """``add_param_group``."""
         if self.part.late and not self.joined:
             self.joined = True
-            if not self.rates_differ():
-                self._set_rates()
+            if not self.settings_differ():
+                self._set()
             for at in self.part.late:
                 self.weights[at, 0].requires_grad_(True)
             self.optimizer.add_param_group(
-                self._of_masters({"params": self.part.late, "lr": net.rate_of(self.part, self.part.groups)})
+                self._of_masters({"params": self.part.late, **net.settings_of(self.part.groups)})
             )
 
     def written_apart(self, seen: bool = False) -> set[int]:
@@ -304,10 +319,10 @@ class PartReference:
 
     def save(self) -> None:
         """Keep all that a checkpoint has."""
-        factor = math.prod(self.rates[0])
         self.saved = copy.deepcopy((self.weights, self.masters, self.scale, self.optimizer.state_dict()))
         for group in self.saved[-1]["param_groups"]:
-            group["lr"] *= factor
+            for name, factor in self.settings[0]:
+                group[name] *= factor
 
     @torch.no_grad()
     def load(self) -> None:
@@ -317,29 +332,63 @@ class PartReference:
             for key, value in kept.items():
                 own[key].copy_(value)
         self.optimizer.load_state_dict(states)
-        self.rates = [[] for _ in range(self.ranks)]
+        self.settings = [[] for _ in range(self.ranks)]
         self.written = [[] for _ in range(self.ranks)]
+        self.offered = {}
         self.forget()
 
-    def rates_differ(self) -> bool:
-        return any(rates != self.rates[0] for rates in self.rates)
+    def keep_state(self) -> None:
+        """Keep what a state dict has, as each rank has it."""
+        states = self.optimizer.state_dict()
+        self.kept = copy.deepcopy((self.masters, self.scale, states, self.settings))
+
+    @torch.no_grad()
+    def load_state(self) -> None:
+        """Take it again; masters where they round to the weights, now or before the next step."""
+        masters, self.scale, states, self.settings = copy.deepcopy(self.kept)
+        self.optimizer.load_state_dict(states)
+        self.offered = {key: value.detach() for key, value in masters.items()}
+        self._settle()
+
+    @torch.no_grad()
+    def anew(self) -> PartReference:
+        """The same weights with a new optimizer, and without gradients."""
+        other = PartReference(self.program, self.number)
+        for key, p in self.weights.items():
+            other.weights[key].copy_(p)
+        for key, master in other.masters.items():
+            master.copy_(self.weights[key])
+        other.saved, other.kept = self.saved, self.kept
+        return other
+
+    def settings_differ(self) -> bool:
+        return any(settings != self.settings[0] for settings in self.settings)
+
+    def settings_apart(self) -> set[str]:
+        """The settings that ranks have multiplied with different numbers."""
+        names = {name for settings in self.settings for name, _ in settings}
+        return {name for name in names if len({_factor(settings, name) for settings in self.settings}) > 1}
 
     def follow(self) -> None:
-        """Take the learning rates that all ranks have set, and the weights that they have written."""
-        self._set_rates()
+        """Take the settings that all ranks have made, and the weights that they have written."""
+        self._set()
         self.written = [[] for _ in range(self.ranks)]
         self.unlike.clear()
 
-    def _set_rates(self) -> None:
+    def _set(self) -> None:
         for group in self.optimizer.param_groups:
-            for factor in self.rates[0]:
-                group["lr"] *= factor
-        self.rates = [[] for _ in range(self.ranks)]
+            for name, factor in self.settings[0]:
+                group[name] *= factor
+        self.settings = [[] for _ in range(self.ranks)]
 
     def repair(self, rank: int) -> None:
         """One rank makes its settings and weights what all ranks make them."""
-        self.rates[rank], self.written[rank] = [], []
+        self.settings[rank], self.written[rank] = [], []
         self.unlike.clear()
         if rank == 0:
             for at, group in enumerate(self.optimizer.param_groups):
-                group["lr"] = net.rate_of(self.part, at)
+                group.update(net.settings_of(at))
+
+
+def _factor(settings: Iterable[tuple[str, float]], name: str) -> float:
+    return math.prod(factor for each, factor in settings if each == name)

@@ -76,9 +76,13 @@ def run(program: Program, count: bool = False) -> Verdict:
         return Verdict(program, outcome, failure)
 
 
-def told(seed: int, verdict: Verdict) -> str:
-    """The model, each rank's calls and the fault of a program that failed, why it failed, and how to see it again."""
-    return f'seed {seed} fails:\n{verdict.program}\n{verdict.failure}\nreplay it: make simulate ARGS="--seed {seed}"\n'
+def told(seed: int, verdict: Verdict, options: str = "") -> str:
+    """The model, each rank's calls and the fault of a program that failed, why it failed, and how to see it again.
+
+    ``options``: those that it was drawn with, beside its seed.
+    """
+    replay = f'make simulate ARGS="--seed {seed}{options}"'
+    return f"seed {seed} fails:\n{verdict.program}\n{verdict.failure}\nreplay it: {replay}\n"
 
 
 def _folder(program: Program) -> AbstractContextManager[str]:

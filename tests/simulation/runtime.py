@@ -84,9 +84,10 @@ class SimulatedThread(Thread):
         return self._actor in self._network.scheduler.actors()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the actor's end; not for the actor that calls this."""
-        if self._network.scheduler.running is not self._actor:
-            self._network.scheduler.wait(lambda: not self.is_alive(), timeout)
+        """Wait for the actor's end, but not for that of the actor that calls this, or when the simulation is over."""
+        scheduler = self._network.scheduler
+        if scheduler.running is not self._actor and not scheduler.ending:
+            scheduler.wait(lambda: not self.is_alive(), timeout)
 
 
 class SimulatedWorker(Worker):

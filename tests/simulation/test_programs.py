@@ -10,7 +10,7 @@ import torch
 from tests.simulation import judge
 from tests.simulation.draw import draw
 from tests.simulation.judge import Failure, Judge
-from tests.simulation.outcome import CARRIERS, Carrier
+from tests.simulation.outcome import CARRIERS, Carrier, Fault
 from tests.simulation.program import Call, Part, Program, Weight
 from tests.simulation.regressions import REGRESSIONS
 from tests.simulation.run import run
@@ -23,6 +23,30 @@ def test_what_went_wrong_before(name: str, carrier: Carrier) -> None:
     for schedule in range(3):
         verdict = run(replace(REGRESSIONS[name], carrier=carrier, schedule=schedule))
         assert verdict.failure is None, f"schedule {schedule}\n{verdict.program}\n{verdict.failure}"
+
+
+OVERLAPS = Part(options=(("overlap_allgather", True),))  # norms are judged a step later
+WHOLE = Part((Weight(), Weight((7,))), ((0,), (1,)), options=(("partition_grad", True), ("split", "parameters")))
+NEVER = 10**6  # as many operations no program has
+# Programs, and a function of the package in which some operation fails.
+FAILING: dict[str, tuple[Program, str]] = {
+    "looks at a norm that isn't finite": (Program(parts=(Part(),)), "norm"),
+    "looks for a parameter that isn't finite": (Program(parts=(Part(),)), "_first_of"),
+    "looks at the norm of the step before": (Program(parts=(OVERLAPS,)), "norm"),
+    "reduces buckets to their owners": (Program(parts=(WHOLE,), carrier="nccl"), "reduce"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_nobody_waits_for_a_rank_that_fails_where_it(name: str) -> None:
+    program, function = FAILING[name]
+    program = replace(program, rows=tuple((Call(name),) * 2 for name in ("nan", "step", "step")), fault=Fault(0, NEVER))
+    places = run(program).outcome.places
+    points = [(rank, at) for rank, each in places.items() for at, place in enumerate(each) if place == function]
+    assert points
+    for rank, at in points[:8]:
+        verdict = run(replace(program, fault=Fault(rank, at)))
+        assert verdict.failure is None, f"operation {at} of rank {rank}\n{verdict.failure}"
 
 
 # ---- what the simulation itself must do ----
@@ -41,8 +65,6 @@ def test_a_seed_replays_exactly(carrier: Carrier) -> None:
 
 
 def test_a_program_is_printed_as_data_that_makes_it_again() -> None:
-    from tests.simulation.outcome import Fault  # noqa: F401, for eval
-
     for seed in range(50):
         assert eval(repr(draw(seed))) == draw(seed)
 

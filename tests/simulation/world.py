@@ -215,6 +215,7 @@ class Simulation(Generic[T]):
             digest.hexdigest()[:16],
             len(self.scheduler.trace),
             {rank: each.count for rank, each in counted.items()},
+            {rank: each.places for rank, each in counted.items()},
             "".join(each.failed for each in counted.values()),
             dict(self.network.messages.sent),
             self._steps_of,
@@ -250,14 +251,14 @@ def _one_process_for_all() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.unraisablehook = hook
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         for owner, name, value in kept:
             setattr(owner, name, value)
         seam.install(before)
         torch.set_rng_state(generator)
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-        gc.collect()
+        gc.collect()  # of ranks that have died, too
+        sys.unraisablehook = hook
         if collects:
             gc.enable()
 

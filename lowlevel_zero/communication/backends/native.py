@@ -64,8 +64,8 @@ class Native(Backend):
         """Start summing in place, or, to sum in fp32, in a copy of twice the bytes."""
         wide = self._sums_in_fp32 and buffer.element_size() <= 2
         given, dtype = buffer.float() if wide else buffer, buffer.dtype
-        work = dist.reduce(given, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
         own = given.view(-1) if self.rank == owner else given.new_empty(0)  # not a view, which would keep the buffer
+        work = dist.reduce(given, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
         return self._work(work, own, given).then(lambda total: total.to(dtype))
 
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
