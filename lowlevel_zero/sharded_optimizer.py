@@ -247,8 +247,7 @@ class ShardedOptimizer(Optimizer):
         self._verify(buffers)
 
     def _verify(self, buffers: bool = False) -> None:
-        """Compare parameters, for ranks that have come to the same call."""
-        self.finish_gathers()
+        """Compare parameters, for ranks that have come to the same call. Reads wait for gathers, and tell of errors."""
         verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
 
     # ---- ColossalAI's API (0.5.0), whose callers look parameters up by ``id()`` ----
