@@ -77,7 +77,7 @@ def verdicts(folder: Path) -> list[Verdict]:
     found = [verdict for stage in (1, 2) for bar in BARS for verdict in _time(folder, bar, stage)]
     found += [verdict for stage in (1, 2) for verdict in _dropped_bytes(folder, stage)]
     found += [verdict for part in (FP32, BF16) for stage in (1, 2) for verdict in _held(folder, part, stage)]
-    return [*found, *_over_links(folder), *_peak(folder), *_overhead(folder)]
+    return [*found, *_over_links(folder), *_peak(folder), *_overhead(folder), *_checkpoints(folder)]
 
 
 def report(folder: Path) -> str:
@@ -191,6 +191,38 @@ def _overhead(folder: Path) -> Iterator[Verdict]:
         measured = last[name] / first[name] if first and last else None
         what = "without packing" if name == "the rest" else "packing of padding included"
         yield Verdict("overhead", f"4,096 ranks / 8 ranks, {what}", measured, 1.1)
+
+
+# By operation: what it takes to what FSDP2's takes, or to a plain copy.
+CHECKPOINTS = {
+    "save": {"cpu": 1.1, "wall": 1.0},
+    "async save": {"cpu": 1.1, "wall": 1.0},
+    "load": {"cpu": 1.1, "wall": 1.1, "read": 1.1},
+    "load on other ranks": {"cpu": 1.1, "wall": 1.1, "read": 1.1},
+}
+
+
+def _checkpoints(folder: Path) -> Iterator[Verdict]:
+    """What saving and loading take to what FSDP2's do; and memory, older checkpoints, exchanges and 8-bit states."""
+    content, part = _read(folder, "checkpoints"), "checkpoints"
+    operations = content.get("operations", {})
+    for operation, asked in CHECKPOINTS.items():
+        of = operations.get(operation)
+        for kind, most in asked.items():
+            measured = of["ours"][kind] / of["fsdp2"][kind] if of else None
+            yield Verdict(part, f"{operation}, {kind} / fsdp2's", measured, most)
+        if operation.startswith("load"):
+            beside = of["ours"]["memory"] / content["run"]["bytes of a parameter"] if of else None
+            yield Verdict(part, f"{operation}, memory / a parameter's", beside, 1.0)
+    stall = operations.get("stall of an async save")
+    measured = stall["ours"]["wall"] / stall["copy"]["wall"] if stall else None
+    yield Verdict(part, "stall of an async save / one plain copy", measured, 1.1)
+    few, many, exchanges = (content.get("beside", {}).get(name) for name in ("3", "1000", "exchanges"))
+    yield Verdict(part, "a save beside 1,000 checkpoints / beside 3", many / few if few else None, 1.1)
+    yield Verdict(part, "agreements of a save", exchanges, 2.0)
+    for library in ("bitsandbytes", "torchao"):
+        measured = content.get("8 bits", {}).get(library)
+        yield Verdict(part, f"bytes a parameter on disk, {library}", measured, 2.6)
 
 
 if __name__ == "__main__":

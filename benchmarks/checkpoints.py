@@ -1,14 +1,20 @@
 """The cost of saving and loading beside FSDP2 with torch.distributed.checkpoint: ``python -m benchmarks.checkpoints``.
 
-Both alternate in the same rounds. Each figure is the least of all rounds on the rank that needed most.
+Both alternate in the same rounds, and nothing waits for the disk when one begins. Each figure is the least of all rounds
+on the rank that needed most. Three more are of this package alone: a copy of what a rank writes, a save beside a few and
+beside many older checkpoints, and the bytes of 8-bit states.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +27,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint import load_checkpoint, read_metadata, save_checkpoint
+from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.ranks import run_ranks
 
-from .counters import measured
+from . import counters
 from .machine import header
 from .output import RESULTS, publish, refuse_unkept
 from .rounds import settle
@@ -32,6 +39,8 @@ from .tables import TABLES
 
 OURS, FSDP2 = "ours", "fsdp2"
 SAVE, ASYNC_SAVE, STALL, LOAD, RESHARD = "save", "async save", "stall of an async save", "load", "load on other ranks"
+FEW, MANY = 3, 1000  # older checkpoints beside a save
+SMALL = (4, 256)  # layers and width of a model whose saves show what is beside them
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,15 @@ def loss(model: nn.Module, sizes: Sizes) -> Tensor:
     return output
 
 
+@contextmanager
+def measured(into: dict[str, float]) -> Iterator[None]:
+    """Measure the body as ``counters.measured`` does, when all that was written before is on the disk."""
+    if dist.get_rank() == 0:
+        os.sync()
+    with counters.measured(into):
+        yield
+
+
 Figures = dict[str, dict[str, dict[str, float]]]  # by operation, contestant and kind
 
 
@@ -154,15 +172,68 @@ def save_and_load(rank: int, world_size: int, sizes: Sizes, folder: Path) -> Fig
                 shutil.rmtree(folder / f"{name}-async")
                 if at < sizes.rounds:
                     shutil.rmtree(path)
-    copied: dict[str, float] = {}
-    values = made[OURS].tensors()
-    room = [torch.empty_like(each) for each in values]
-    for _ in range(sizes.rounds):
+    found[STALL]["copy"] = _copied(made[OURS].tensors(), sizes.rounds)
+    return found
+
+
+def _copied(values: list[Tensor], rounds: int) -> dict[str, float]:
+    """Measure a plain copy of ``values``, into memory that has been written before."""
+    room = [torch.zeros_like(each) for each in values]
+    copied: list[dict[str, float]] = []
+    for _ in range(rounds):
         with measured(figure := {}):
             for to, value in zip(room, values, strict=True):
                 to.copy_(value)
-        copied = figure if not copied or figure["wall"] < copied["wall"] else copied
-    found[STALL]["copy"] = copied
+        copied.append({**figure, "bytes": float(sum(each.nbytes for each in values))})
+    return min(copied, key=lambda figure: figure["wall"])
+
+
+def save_beside_others(rank: int, world_size: int, rounds: int, folder: Path) -> dict[str, float]:
+    """Measure saves of a small model beside few and many older checkpoints, with ``keep``; count their exchanges."""
+    one = Ours(Sizes(*SMALL, world_size, world_size, rounds))
+    save_checkpoint(folder / "first", one.model, one.optimizer)
+    if rank == 0:
+        for count in (FEW, MANY):
+            for at in range(count):
+                shutil.copytree(folder / "first", folder / f"{count}" / f"step-{at}")
+    seconds: dict[str, list[float]] = {}
+    exchanges = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any, **options: Any) -> Any:
+            nonlocal exchanges
+            exchanges += 1
+            return call(*args, **options)
+
+        return counting
+
+    ShardGroup.all_reduce_max = counted(ShardGroup.all_reduce_max)  # type: ignore[method-assign]
+    ShardGroup.all_gather_object = counted(ShardGroup.all_gather_object)  # type: ignore[method-assign]
+    for at in range(10 * rounds):
+        for count in (FEW, MANY):
+            with measured(figure := {}):
+                save_checkpoint(folder / f"{count}" / f"new-{at}", one.model, one.optimizer)
+            seconds.setdefault(f"{count}", []).append(figure["wall"])
+    saves = 20 * rounds
+    return {name: sorted(each)[len(each) // 2] for name, each in seconds.items()} | {"exchanges": exchanges / saves}
+
+
+def quantised_bytes(rank: int, world_size: int, folder: Path) -> dict[str, float]:
+    """Return the bytes a parameter on the disk of 8-bit states, of each library that is installed."""
+    found: dict[str, float] = {}
+    for library, module in (("bitsandbytes", "bitsandbytes.optim"), ("torchao", "torchao.optim")):
+        with suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make = importlib.import_module(module).AdamW8bit
+            torch.compiler.set_stance("force_eager")
+            model = make_model(sizes := Sizes(2, 1024, world_size, world_size, 1))
+            optimizer = LowLevelZeroOptimizer(make(model.parameters()), model=model, stage=2)
+            optimizer.backward(loss(model, sizes))
+            optimizer.step()
+            save_checkpoint(folder / library, model, optimizer)
+            places = read_metadata(folder / library).storage_data.items()
+            states = sum(place.length for index, place in places if index.fqn.startswith("optim."))
+            found[library] = states / sum(p.numel() for p in model.parameters())
     return found
 
 
@@ -208,8 +279,10 @@ def main(arguments: list[str] | None = None) -> None:
         where = Path(folder)
         found = _of_worst_rank(run_ranks(save_and_load, sizes.ranks, sizes, where, timeout=options.timeout))
         found |= _of_worst_rank(run_ranks(load_elsewhere, sizes.load_ranks, sizes, where, timeout=options.timeout))
-    run = {**asdict(sizes), "elements": sizes.layers * sizes.width**2}
-    content = {"header": facts, "run": run, "operations": found}
+        beside, *_ = run_ranks(save_beside_others, sizes.ranks, sizes.rounds, where / "small", timeout=options.timeout)
+        quantised, *_ = run_ranks(quantised_bytes, sizes.ranks, where / "quantised", timeout=options.timeout)
+    run = {**asdict(sizes), "elements": sizes.layers * sizes.width**2, "bytes of a parameter": 4 * sizes.width**2}
+    content = {"header": facts, "run": run, "operations": found, "beside": beside, "8 bits": quantised}
     publish(options.out, content, TABLES["checkpoints"](content).text())
 
 

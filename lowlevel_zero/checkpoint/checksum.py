@@ -19,7 +19,7 @@ import torch
 from .tensor_bytes import memory_of
 
 _BLOCK = 2**16  # bytes
-_PIECE = 8 * 2**20  # bytes of a file that are checked at a time, of which the process holds as many
+_PIECE = 2**20  # bytes of a file that are checked at a time, of which the process holds as many
 
 
 class FileSum(NamedTuple):
