@@ -25,7 +25,7 @@ from ..state.loading import MASTER
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name, called
-from .plan import Keys, PlannedTensor
+from .plan import Keys, PlannedTensor, Share
 from .saved import SavedCheckpoint
 from .sharded_state import ShardedState
 
@@ -87,20 +87,6 @@ class Entry(NamedTuple):
         rank = 0 if self.record is None else self.ranks.rank
         start, stop = self.split.span(rank)
         return self.boxed(torch.empty(stop - start, dtype=dtype, device=device), rank)
-
-
-class Plan(NamedTuple):
-    """The tensors of this rank that are saved.
-
-    Attributes:
-        shared: the ones that all ranks have a share of.
-        experts: the ones of parameters that fewer ranks share, by the parameter.
-        values: the elements of the parts that this rank writes, 1-D, by the tensor's keys.
-    """
-
-    shared: list[PlannedTensor]
-    experts: dict[str, list[PlannedTensor]]
-    values: dict[Keys, Tensor]
 
 
 def planned_tensor(keys: Keys, tensor: Tensor, writers: Sequence[int]) -> PlannedTensor:
@@ -221,32 +207,29 @@ class Contents:
 
     # ---- saving ----
 
-    def plan(self) -> Plan:
-        """Return the tensors that this rank saves: the shared ones, and experts by name. Doesn't communicate."""
+    def share(self) -> Share:
+        """Return the tensors that this rank writes a part of. Doesn't communicate."""
         states = {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
         place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group.group))}
-        plan = Plan([], {}, {})
+        share = Share([], {}, {}, {("model", alias): ("model", name) for alias, name in self.tied.items()})
         for number, (name, entry) in enumerate(self.entries.items()):
             if name not in self.excluded:
                 writers = [place[rank] for rank in entry.writers(number)]
                 tensors: dict[Keys, Tensor] = {("model", name): entry.to_save()}
                 tensors |= {("optim", "state", name, key): each for key, each in states.get(name, {}).items()}
-                planned = []
-                for keys, tensor in tensors.items():
-                    planned.append(planned_tensor(keys, tensor, writers))
-                    if place[dist.get_rank()] in planned[-1].writers:
-                        plan.values[keys] = (
-                            tensor.local if isinstance(tensor, BoxedTensor) else tensor.contiguous().view(-1)
-                        )
-                (plan.experts.setdefault(name, []) if entry.shard_group else plan.shared).extend(planned)
-        return plan
+                planned = [planned_tensor(keys, tensor, writers) for keys, tensor in tensors.items()]
+                (share.experts.setdefault(name, []) if entry.shard_group else share.plan).extend(planned)
+                for each in planned:
+                    if place[dist.get_rank()] in each.writers:
+                        share.values[each.path] = _elements(tensors[each.path])
+        return share
 
-    def whole_plan(self, plan: Plan) -> list[PlannedTensor]:
-        """Return the plan of all ranks' tensors. Communicates if the model has experts."""
-        experts = dict(plan.experts)
-        for of_rank in from_all_ranks(self.groups, plan.experts):
+    def add_experts(self, share: Share) -> None:
+        """Add all ranks' experts to the plan of a share. Communicates if there are some."""
+        experts = dict(share.experts)
+        for of_rank in from_all_ranks(self.groups, share.experts):
             experts |= {name: planned for name, planned in of_rank.items() if name not in experts}
-        return [*plan.shared, *(each for name in sorted(experts) for each in experts[name])]
+        share.plan += (each for name in sorted(experts) for each in experts[name])
 
     # ---- whether it is the same model ----
 
@@ -368,6 +351,11 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
         kind = BUFFER
     dtype = str(tensor.dtype).removeprefix("torch.")
     return SavedTensor(tuple(tensor.shape), tuple(like.stride()), dtype, kind, owner.group, owner.optimizer)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return the elements of this rank's part of a tensor, 1-D, in memory order; of a whole one row-major."""
+    return tensor.local if isinstance(tensor, BoxedTensor) else tensor.contiguous().view(-1)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -211,18 +211,29 @@ def remove(path: Path) -> None:
     _finish_removal(removed)
 
 
-def claim(written: Path) -> IO[bytes]:
-    """Make the folder ``written``, and lock it against removal as remains, until the returned file is closed.
+def claim(written: Path, name: str) -> IO[bytes]:
+    """Create the file ``name`` in the folder ``written``, which isn't taken for remains as long as that is open.
 
-    The system lets go of it when the process ends, however it does. Remains of other saves beside ``written`` go.
+    Every rank has a file of its own there. The system lets go of it when the process ends, however it does.
     """
-    written.mkdir(parents=True, exist_ok=True)  # another rank may be here already
-    file = (written / OBJECTS).open("xb")
-    if fcntl is not None:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-    _clear_remains(written)
-    return file
+    while True:
+        written.mkdir(parents=True, exist_ok=True)  # another rank may be here already
+        with suppress(FileNotFoundError):  # the folder was taken for remains while it was empty
+            file = (written / name).open("xb")
+            _lock(file)
+            if (written / name).exists():
+                return file
+            file.close()
+
+
+def clear_remains(written: Path) -> None:
+    """Remove what saves and removals that were broken off have left beside the folder ``written``."""
+    for path in list(written.parent.iterdir()):
+        with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
+            if path.name.endswith(_REMOVED):
+                _finish_removal(path)
+            elif _BESIDE.fullmatch(path.name) and path != written and _is_abandoned(path):
+                shutil.rmtree(path)
 
 
 def sync(path: Path) -> None:
@@ -258,16 +269,6 @@ def _found_at(places: Iterable[Path]) -> Iterator[Found]:
                 yield Found(path, None, str(error))
 
 
-def _clear_remains(written: Path) -> None:
-    """Remove the remains of interrupted saves and removals beside the folder ``written``."""
-    for path in list(written.parent.iterdir()):
-        with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
-            if path.name.endswith(_REMOVED):
-                _finish_removal(path)
-            elif _BESIDE.fullmatch(path.name) and path != written and _is_abandoned(path):
-                shutil.rmtree(path)
-
-
 @contextmanager
 def _warning_of_what_stays() -> Iterator[None]:
     """Log the body's ``OSError`` or ``ValueError`` as a warning: a checkpoint was saved, whatever else stays."""
@@ -289,17 +290,29 @@ def _finish_removal(removed: Path) -> None:
 
 
 def _is_abandoned(written: Path) -> bool:
-    """Return whether the folder ``written`` holds only files of a save, and the process of that save has ended."""
+    """Return whether the folder ``written`` holds files of a save alone, whose processes have all gone."""
     if written.is_symlink() or not written.is_dir():
         return False
-    if not all(_OWN_FILES.fullmatch(each.name) for each in written.iterdir()):
-        return False
+    files = list(written.iterdir())
+    return all(_OWN_FILES.fullmatch(each.name) for each in files) and not any(map(_is_locked, files))
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the file, or may hold it."""
     try:
-        with (written / OBJECTS).open("rb+") as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return fcntl is not None
-    except FileNotFoundError:  # a save makes it first
+        with path.open("rb+") as file:
+            return not _lock(file, wait=False)
+    except OSError:  # it is held, or can't be
         return True
-    except OSError:  # it is locked, or can't be
-        return False
+
+
+def _lock(file: IO[bytes], wait: bool = True) -> bool:
+    """Lock a file until it is closed, and return whether this system has such locks.
+
+    Raises:
+        OSError: the file is locked, or, unless this would ``wait``, its file system has no locks.
+    """
+    if fcntl is not None:
+        with suppress(OSError) if wait else nullcontext():
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    return fcntl is not None

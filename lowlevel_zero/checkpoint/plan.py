@@ -7,10 +7,12 @@ computes all of it for ``torch.distributed.checkpoint``'s ``.metadata``. No rank
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -76,6 +78,27 @@ class Pickled(NamedTuple):
     length: int
 
 
+@dataclass
+class Share:
+    """The part of a checkpoint that this rank writes.
+
+    Attributes:
+        plan: the tensors that all ranks have a part of; when the first rank writes, the tensors of all ranks.
+        experts: the tensors of parameters that fewer ranks share, by the parameter's name.
+        values: by the keys of the tensors that this rank writes, the elements of its parts, 1-D.
+        tied: keys of further names of tensors, with the keys of the first name.
+        files: the content of further files, by name.
+        pickles: the values in one of these files that torch's tools find by name.
+    """
+
+    plan: list[PlannedTensor]
+    experts: dict[str, list[PlannedTensor]]
+    values: dict[Keys, Tensor]
+    tied: dict[Keys, Keys]
+    files: dict[str, bytes] = field(default_factory=dict)
+    pickles: list[Pickled] = field(default_factory=list)
+
+
 def name_of(path: Keys) -> str:
     """Join keys to the name that ``torch.distributed.checkpoint`` gives a value."""
     return ".".join(map(str, path))
@@ -86,25 +109,21 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def metadata_of(
-    plan: Iterable[PlannedTensor], pickles: Iterable[Pickled], ranks: int, tied: Mapping[Keys, Keys]
-) -> bytes:
-    """Return the pickled content of ``.metadata``, torch.distributed.checkpoint's index.
+def metadata_of(share: Share, ranks: int) -> bytes:
+    """Return the content of ``.metadata``.
 
     Args:
-        plan: the tensors of all ranks. Each rank writes its parts in this order.
-        pickles: the values that are no tensors.
+        share: the first rank's, with the tensors of all ranks. Each rank writes its parts in this order.
         ranks: the number of ranks that write.
-        tied: keys of further names of tensors, with the keys of the first name.
     """
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Keys] = {}
     ends = [0] * ranks
     aliases: dict[Keys, list[Keys]] = {}
-    for alias, path in tied.items():
+    for alias, path in share.tied.items():
         aliases.setdefault(path, []).append(alias)
-    for tensor in plan:
+    for tensor in share.plan:
         chunks: list[ChunkStorageMetadata] = []
         found: list[_StorageInfo] = []
         for part, writer in enumerate(tensor.writers):
@@ -119,7 +138,7 @@ def metadata_of(
             described[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
             for number, (chunk, place) in enumerate(zip(chunks, found, strict=True)):
                 places[MetadataIndex(name, chunk.offsets, number)] = place
-    for each in pickles:
+    for each in share.pickles:
         name = name_of(each.path)
         paths[name] = each.path
         described[name] = BytesStorageMetadata()

@@ -8,7 +8,6 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -26,13 +25,13 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..partition import BY_ELEMENTS
 from ..streams import streams_of
 from .background import Background
-from .contents import Contents, Plan, planned_tensor
+from .contents import Contents, planned_tensor
 from .folders import check_target, prune
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed
 from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, names_text
-from .plan import Keys, Pickled, aligned, name_of
-from .storage import CheckpointWriter, Share
+from .plan import Keys, Share, aligned, name_of
+from .storage import CheckpointWriter
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -104,18 +103,19 @@ def save_checkpoint(
         saving = Saving(target)
         if not contents.differs:
             contents.meet(doing, exclude_frozen)
-            prepared = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
+            share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
     if contents.differs:
         contents.meet(doing, exclude_frozen)
         with together(group, doing) as lines:
-            prepared = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
+            share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
     _tell_untrained(contents)
     run = run_of(group, optimizers)
-    share = replace(prepared.share, plan=contents.whole_plan(prepared.plan))
-    manifest = _manifest(contents, run, prepared.stage)
+    contents.add_experts(share)
     token = hashlib.sha256(f"{run.ids[0]} {target}".encode()).hexdigest()[:16]
     ranks = group.ranks if group.has_others else 1
-    writer = CheckpointWriter(target, token, side_group(group.group), group.group_rank, ranks, manifest, share)
+    writer = CheckpointWriter(
+        target, token, side_group(group.group), group.group_rank, ranks, _manifest(contents, run), share
+    )
     write = partial(_write, writer, keep if group.group_rank == 0 else None, run)
     if async_save:
         saving.start(write)
@@ -175,20 +175,6 @@ class Saving(Background[Path]):
         return copies
 
 
-class _Prepared(NamedTuple):
-    """A rank's part of a save before the first rank has the plan of all ranks.
-
-    Attributes:
-        plan: the tensors of this rank.
-        share: this rank's part of the checkpoint.
-        stage: 1 or 2.
-    """
-
-    plan: Plan
-    share: Share
-    stage: int
-
-
 def _prepare(
     contents: Contents,
     schedulers: Mapping[Name, Any],
@@ -196,33 +182,29 @@ def _prepare(
     rank_state: dict[str, Any] | None,
     staging: Saving | None,
     lines: list[str],
-) -> _Prepared:
-    """Collect the tensors and files that this rank writes, and extend ``lines`` by the states' names.
+) -> Share:
+    """Return what this rank writes; ``lines`` get the names of states, which all ranks that share them must have.
 
     ``staging``: a save that copies the values to the host. None: they are written before training goes on.
     """
-    first = contents.group.group_rank == 0
-    own = {} if rank_state is None else {RANK_STATE.format(contents.group.group_rank): packed(rank_state, "rank_state")}
-    optimizers = contents.optimizers
-    settings = {name: _settings(contents, name, each, schedulers[name]) for name, each in optimizers.items()}
+    rank = contents.group.group_rank
+    settings = {name: _settings(contents, name, schedulers[name]) for name in contents.optimizers}
     objects = Objects(settings, contents.extra_states, extra)
     objects.check()
-    plan = contents.plan()
-    lines += [f"{name_of(each.path)} {each.dtype} {each.shape}" for each in plan.shared if each.path[0] == "optim"]
-    pickles: list[Pickled] = []
-    if first:
+    share = contents.share()
+    lines += [f"{name_of(each.path)} {each.dtype} {each.shape}" for each in share.plan if each.path[0] == "optim"]
+    if rank_state is not None:
+        share.files[RANK_STATE.format(rank)] = packed(rank_state, "rank_state")
+    if rank == 0:
         named = objects.by_keys()
-        own[OBJECTS], pickles = objects.to_file(named)
-        for keys, value in named.items():
-            if isinstance(value, Tensor):
-                plan.shared.append(planned_tensor(keys, value, [0]))
-                plan.values[keys] = value.detach().contiguous().view(-1)
-    values = plan.values
+        share.files[OBJECTS], share.pickles = objects.to_file(named)
+        tensors = {keys: value.detach() for keys, value in named.items() if isinstance(value, Tensor)}
+        share.plan += (planned_tensor(keys, value, [0]) for keys, value in tensors.items())
+        share.values |= {keys: value.contiguous().view(-1) for keys, value in tensors.items()}
     if staging is not None:
         last = context_of(contents.group.group).writing
-        values = staging.stage(values, last.staging if isinstance(last, Saving) else None)
-    aliases = {("model", alias): ("model", name) for alias, name in contents.tied.items()}
-    return _Prepared(plan, Share(plan.shared, values, own, pickles, aliases), next(iter(settings.values()))["stage"])
+        share.values = staging.stage(share.values, last.staging if isinstance(last, Saving) else None)
+    return share
 
 
 def _write(writer: CheckpointWriter, keep: int | None, run: Run) -> Path:
@@ -296,8 +278,9 @@ def _tell_untrained(contents: Contents) -> None:
         )
 
 
-def _settings(contents: Contents, name: Name, optimizer: LowLevelZeroOptimizer, scheduler: Any) -> Settings:
-    """Return one optimizer's settings, its scheduler's state and the options that its layout depends on."""
+def _settings(contents: Contents, name: Name, scheduler: Any) -> Settings:
+    """Return what one of the optimizers has beside tensors."""
+    optimizer = contents.optimizers[name]
     return {
         **contents.states_of[name].settings(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -321,13 +304,13 @@ def _layout_options(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
     }
 
 
-def _manifest(contents: Contents, run: Run, stage: int) -> Manifest:
-    """Return the manifest without its files, which are added when all of them are written."""
+def _manifest(contents: Contents, run: Run) -> Manifest:
+    """Return the manifest, but for the files, which are known when all has been written."""
     return Manifest(
         version=__version__,
         torch=torch.__version__,
         world_size=contents.group.ranks,
-        stage=stage,
+        stage=next(iter(contents.optimizers.values())).options.stage,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         serial=run.serial,
         tensors={name: tensor for name, tensor in contents.saved.items() if name not in contents.excluded},

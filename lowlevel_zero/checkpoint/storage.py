@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..communication.failed_ranks import lost_rank_error
 from .checksum import Checksum, FileSum
-from .folders import NotSynced, claim, path_beside, publish
+from .folders import NotSynced, claim, clear_remains, path_beside, publish
 from .manifest import MANIFEST, METADATA, RANK_STATE, Manifest
-from .plan import TENSORS, Keys, Pickled, PlannedTensor, aligned, metadata_of
+from .plan import TENSORS, Share, aligned, metadata_of
 from .tensor_bytes import memory_of
 
 # Why an asynchronous save may find its ranks gone.
@@ -58,25 +57,6 @@ class SummedFile:
         return self._checksum.sum()
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a checkpoint that this rank writes.
-
-    Attributes:
-        plan: the tensors that it has a part of; on the first rank the tensors of all ranks.
-        values: by the keys of the tensors that it writes, their elements, 1-D.
-        own: further files, by name.
-        pickles: the values in one of these files that torch's tools find by name.
-        tied: keys of further names of tensors, with the keys of the first name.
-    """
-
-    plan: Sequence[PlannedTensor]
-    values: Mapping[Keys, Tensor]
-    own: Mapping[str, bytes]
-    pickles: Sequence[Pickled]
-    tied: Mapping[Keys, Keys]
-
-
 class CheckpointWriter:
     """Writes a checkpoint beside ``path``; the first rank renames it when all ranks have written.
 
@@ -109,18 +89,19 @@ class CheckpointWriter:
             self._settle(sums or {}, error)
         finally:
             for each in claimed:
-                shutil.rmtree(self._written, ignore_errors=True)  # unless it has been put in its place
+                if self._rank == 0:
+                    shutil.rmtree(self._written, ignore_errors=True)  # unless it has been put in its place
                 each.close()
         return self._path
 
     def write_share(self, claimed: list[IO[bytes]]) -> dict[str, FileSum]:
-        """Write this rank's files, and return their checksums; ``claimed`` gets the first rank's hold on the folder."""
+        """Write this rank's files, and return their checksums; ``claimed`` gets this rank's hold on the folder."""
+        name, files = TENSORS.format(self._rank), self._share.files.items()
+        claimed.append(claim(self._written, name))
         if self._rank == 0:
-            claimed.append(claim(self._written))
-        self._written.mkdir(parents=True, exist_ok=True)
-        name = TENSORS.format(self._rank)
+            clear_remains(self._written)
         sums = {name: self._write_tensors(self._written / name)}
-        return sums | {name: write_through(self._written / name, content) for name, content in self._share.own.items()}
+        return sums | {name: write_through(self._written / name, content) for name, content in files}
 
     def _write_tensors(self, path: Path) -> FileSum:
         with SummedFile(path) as file:
@@ -185,7 +166,7 @@ class CheckpointWriter:
     def _commit(self, sums: dict[str, FileSum]) -> None:
         """Write the metadata and the manifest, and rename the folder to its place; the first rank calls it."""
         share = self._share
-        content = metadata_of(share.plan, share.pickles, self._ranks, share.tied)
+        content = metadata_of(share, self._ranks)
         files = {**sums, METADATA: write_through(self._written / METADATA, content)}
         manifest = replace(self._manifest, files=files)
         try:

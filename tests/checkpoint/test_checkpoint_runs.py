@@ -101,6 +101,36 @@ def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.Mon
     assert names_in(tmp_path) == {"two", "there", "of another tool.0123456789abcdef.tmp"}
 
 
+def test_a_write_is_left_alone_whichever_rank_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank comes late to one save, while another save clears what crashes have left."""
+
+    def save(rank: int, world_size: int) -> Any:
+        pairs = [start(dist.new_group([0, 1])) for _ in range(2)]
+        goes_on, written = threading.Event(), threading.Event()
+        write = storage.CheckpointWriter.write_share
+
+        def held(writer: Any, claimed: Any) -> Any:
+            if rank == 0:
+                assert goes_on.wait(20)
+                return write(writer, claimed)
+            sums = write(writer, claimed)
+            written.set()
+            return sums
+
+        monkeypatch.setattr(storage.CheckpointWriter, "write_share", held)
+        slow = save_checkpoint(tmp_path / "slow", *pairs[0], extra="slow", async_save=True)
+        assert rank == 0 or written.wait(20)
+        dist.barrier()
+        monkeypatch.setattr(storage.CheckpointWriter, "write_share", write)
+        save_checkpoint(tmp_path / "quick", *pairs[1])
+        goes_on.set()
+        slow.wait()
+        return load_checkpoint(tmp_path / "slow", *pairs[1])
+
+    assert run_ranks(save, 2) == ["slow", "slow"]
+    assert names_in(tmp_path) == {"slow", "quick"}
+
+
 def test_the_first_of_two_saves_to_one_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither could see the other when it began."""
 
