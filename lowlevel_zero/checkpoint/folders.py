@@ -228,11 +228,12 @@ def claim(written: Path, name: str) -> IO[bytes]:
 
 def clear_remains(written: Path) -> None:
     """Remove what saves and removals that were broken off have left beside the folder ``written``."""
-    for path in list(written.parent.iterdir()):
+    for name in os.listdir(written.parent):
+        path = written.with_name(name)
         with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
-            if path.name.endswith(_REMOVED):
+            if name.endswith(_REMOVED):
                 _finish_removal(path)
-            elif _BESIDE.fullmatch(path.name) and path != written and _is_abandoned(path):
+            elif _BESIDE.fullmatch(name) and path != written and _is_abandoned(path):
                 shutil.rmtree(path)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
-from ..bookkeeping.sharding import SCALARS
 from ..bookkeeping.storages import flat_in_memory_order
 from ..loss_scaler import check_loss_scale
 from ..optim.probe import NoProbe, states_of_shape
@@ -19,7 +18,7 @@ from ..optim.quantised import block_size, is_scale, quantised_state, scales_of, 
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import WholeSplit
 from ..sharded_group import ShardedGroup
-from ..state.boxes import Blocks, BoxedTensor, boxed
+from ..state.boxes import Blocks, BoxedTensor, Shape, Spans, boxed
 from ..state.global_names import from_all_ranks, of_all_ranks
 from ..state.loading import (
     CLASS,
@@ -39,6 +38,27 @@ from ..state.whole import scale_as_numbers, with_master
 BLOCK = "block"  # among settings: the elements that share a scale
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
+
+
+class _Division(NamedTuple):
+    """The division of a state among ranks.
+
+    Attributes:
+        split: cuts the elements of the whole state, in memory order.
+        shape: the shape of the whole state.
+        stride: the strides of the whole state.
+    """
+
+    split: Spans
+    shape: Shape
+    stride: Shape
+
+    def boxed(self, own: Tensor, record: ShardedParameter) -> BoxedTensor:
+        """Return the state of which ``own`` is this rank's part, with or without padding."""
+        if record.split.owner is not None:
+            like = torch.empty_strided(self.shape, self.stride, device="meta")
+            own = flat_in_memory_order(own, like) if record.owns_some else own.new_empty(0, device=record.p32.device)
+        return boxed(own, self.split, record.rank, self.shape, self.stride)
 
 
 class ShardedState:
@@ -117,14 +137,28 @@ class ShardedState:
                 if "." in key:
                     raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}: rename it")
                 if isinstance(value, Tensor):
-                    found.setdefault(name, {})[key] = self._whole_or_boxed(key, value, state, record)
+                    division = self._division(key, value, state, record, record.p32.shape)
+                    own = value.detach().clone() if division is None else division.boxed(value, record)
+                    found.setdefault(name, {})[key] = own
         return found
 
-    def _whole_or_boxed(self, key: str, value: Tensor, state: State, record: ShardedParameter) -> Tensor:
-        if is_scale(key, state):
-            blocks = Blocks(record.split, block_size(self._optim))
-            return boxed(value, blocks, record.rank, (-(-record.split.numel // blocks.size),), (1,))
-        return _boxed(value, record) if is_slice(key, value, record) else value.detach().clone()
+    def _division(
+        self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter, of_elements: Shape
+    ) -> _Division | None:
+        """Return how ranks divide a state that is ``like`` this one; None: each rank has all of it.
+
+        ``of_elements`` is the shape of a state with one number for each element, be it a slice's or a whole one's.
+        """
+        split = record.split
+        if is_scale(key, keys):
+            blocks = Blocks(split, block_size(self._optim))
+            return _Division(blocks, (-(-split.numel // blocks.size),), (1,))
+        if not is_slice(key, like, record, of_elements):
+            return None
+        if split.owner is None:
+            return _Division(split, tuple(record.p.shape), record.p.stride())
+        whole = record.p if like.shape == record.p.shape else torch.empty(like.shape, device="meta")
+        return _Division(WholeSplit(like.numel(), split.world_size, split.owner), tuple(whole.shape), whole.stride())
 
     def room(self) -> States:
         """Return zeros for the states that a step will make for parameters without state, if a probe can tell."""
@@ -134,7 +168,7 @@ class ShardedState:
         except NoProbe:
             return {}
         return {
-            name: {key: _room(key, each, record) for key, each in expected.items()}
+            name: {key: self._room(key, each, expected, record) for key, each in expected.items()}
             for name, record in new.items()
             if (expected := _expected(first[_sample_shape(record)][record.group], record))
         }
@@ -163,9 +197,9 @@ class ShardedState:
         """Return zeros to load into, for the ``saved`` states that are whole on every rank."""
         return {
             name: {
-                key: _room(key, like, record)
+                key: self._room(key, like, state, record)
                 for key, like in state.items()
-                if not (_is_sliced(key, like, record) or is_scale(key, state))
+                if self._division(key, like, state, record, record.p.shape) is None
             }
             for name, record in self._records.items()
             if (state := saved.get(name))
@@ -195,30 +229,54 @@ class ShardedState:
         if record.keeps_more:
             former[MASTER] = record.master_row
         return {
-            key: self._room_for_scales(like, record)
-            if is_scale(key, saved)
-            else _room_for_slice(like, record, former.get(key))
+            key: room
             for key, like in saved.items()
-            if is_scale(key, saved) or (_is_sliced(key, like, record) and (key != MASTER or takes_master(record)))
+            if key != MASTER or takes_master(record)
+            if isinstance(room := self._room(key, like, saved, record, former.get(key)), BoxedTensor)
         }
 
-    def _room_for_scales(self, like: Tensor, record: ShardedParameter) -> BoxedTensor:
-        """Return boxes for the scales of all blocks that this rank's slice overlaps."""
-        start, stop = record.split.span(record.rank)
-        block = block_size(self._optim)
-        count = max(0, -(-stop // block) - start // block)
-        own = torch.empty(count, dtype=like.dtype, device=record.p32.device)
-        return BoxedTensor(own, start // block, like.shape, like.stride())
+    def _room(
+        self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter, former: object = None
+    ) -> Tensor:
+        """Return zeros to load this rank's part of a state into that is ``like`` this one when it is whole.
 
-    def _own(self, name: str, key: str, tensor: Tensor | None, of: Collection[str]) -> Tensor:
-        """Return a loaded state in the form of this rank's optimizer: a slice ``[s]`` padded with zeros, or whole."""
+        It is the memory of a ``former`` state of the same shape, dtype and device.
+        """
+        division = self._division(key, like, keys, record, record.p.shape)
+        if division is None:
+            return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+        kind = record.p32.shape if record.split.owner is None else like.shape, like.dtype, record.p32.device
+        fits = isinstance(former, Tensor) and (former.shape, former.dtype, former.device) == kind
+        if isinstance(former, Tensor) and fits and former.is_contiguous() and not is_scale(key, keys):
+            return division.boxed(former, record)
+        start, stop = division.split.span(record.rank)
+        own = torch.zeros(stop - start, dtype=like.dtype, device=record.p32.device)
+        return BoxedTensor(own, start, division.shape, division.stride, division.split)
+
+    def _own(self, name: str, key: str, tensor: Tensor | None, keys: Collection[str]) -> Tensor:
+        """Return a state as this rank's optimizer holds it: a slice ``[s]`` padded with zeros, or the whole tensor."""
         record = self._records[name]
-        if tensor is None or not (is_scale(key, of) and isinstance(tensor, BoxedTensor)):
-            return _own(name, key, tensor, record)
-        start, stop = record.split.span(record.rank)
-        block = block_size(self._optim)
-        own = scales_of(tensor.local, block, start - tensor.start * block, stop - start)
-        return torch.nn.functional.pad(own, (0, record.split.slice_size - len(own)))
+        if tensor is None:
+            raise ValueError(
+                f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it into: it "
+                "hasn't stepped yet, and no other of its class can be made to find out what states it will have; take "
+                "a step first, or use save_checkpoint and load_checkpoint"
+            )
+        if not isinstance(tensor, BoxedTensor):
+            return tensor
+        own, size = tensor.local, record.row.numel()
+        expected, got = (tuple(record.p.shape), record.p.stride()), (tuple(tensor.shape), tensor.strides)
+        if is_scale(key, keys):
+            (start, stop), block = record.split.span(record.rank), block_size(self._optim)
+            own = scales_of(own, block, start - tensor.start * block, stop - start)
+        elif record.split.owner is not None and (got[0] != expected[0] or key == MASTER):
+            return own if key == MASTER or not record.owns_some else own.view(tensor.shape)
+        elif got != expected:
+            raise ValueError(
+                f"{name}: expected state of shape {expected[0]} and strides {expected[1]}, got {got[0]} and {got[1]}: "
+                "build the model that it was saved of"
+            )
+        return record.shaped(own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own))))
 
     def fill(self, name: str, slices: Mapping[str, Tensor]) -> None:
         """Put loaded ``slices``, except the master, into the optimizer's state, in place of ``load``'s placeholders."""
@@ -355,62 +413,6 @@ def _as_held(flat: State, record: ShardedParameter) -> State:
     if record.split.owner is None:
         return flat
     return nested(flat) if record.owns_some else {}
-
-
-def _is_sliced(key: str, like: Tensor, record: ShardedParameter) -> bool:
-    """Return whether the ranks hold slices of a state that has the shape of ``like`` when it is whole."""
-    if record.split.owner is not None:
-        return like.dim() > 0 or (record.p.dim() == 0 and key not in SCALARS)
-    return key not in SCALARS and like.shape == record.p.shape
-
-
-def _room(key: str, like: Tensor, record: ShardedParameter) -> Tensor:
-    """Return zeros to load a state into: this rank's boxes if the state is sliced, else the whole of it."""
-    if not _is_sliced(key, like, record):
-        return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
-    return _room_for_slice(like, record)
-
-
-def _room_for_slice(like: Tensor, record: ShardedParameter, former: object = None) -> BoxedTensor:
-    """Return boxes to load a state into: zeros, or the memory of a ``former`` state of the same kind."""
-    shape = record.p32.shape if record.split.owner is None else like.shape
-    own = torch.zeros((), dtype=like.dtype, device=record.p32.device).expand(shape)
-    if isinstance(former, Tensor) and former.is_contiguous():
-        own = former if (former.shape, former.dtype, former.device) == (own.shape, own.dtype, own.device) else own
-    return _boxed(own, record)
-
-
-def _boxed(own: Tensor, record: ShardedParameter) -> BoxedTensor:
-    """Return this rank's slice ``own`` of a state, or its owner's whole, as boxes of the whole state."""
-    if record.split.owner is None:
-        return boxed(own, record.split, record.rank, record.p.shape, record.p.stride())
-    like = record.p if own.shape == record.p.shape else torch.empty(own.shape, device="meta")
-    flat = flat_in_memory_order(own, like) if record.owns_some else own.new_empty(0, device=record.p32.device)
-    split = WholeSplit(own.numel(), record.split.world_size, record.split.owner)
-    return boxed(flat, split, record.rank, own.shape, like.stride())
-
-
-def _own(name: str, key: str, tensor: Tensor | None, record: ShardedParameter) -> Tensor:
-    """Return a loaded state in the form of this rank's optimizer: a slice ``[s]`` padded with zeros, or whole."""
-    if tensor is None:
-        raise ValueError(
-            f"{name}: expected a tensor to load its {key} into, got none, since the optimizer hasn't stepped yet and "
-            "none of its class can be made to find out its states: take a step first, or use save_checkpoint and "
-            "load_checkpoint"
-        )
-    if not isinstance(tensor, BoxedTensor):
-        return tensor
-    expected, got = (tuple(record.p.shape), record.p.stride()), (tuple(tensor.shape), tensor.strides)
-    if record.split.owner is not None and (got[0] != expected[0] or key == MASTER):
-        return tensor.local if key == MASTER or not record.owns_some else tensor.local.view(tensor.shape)
-    if got != expected:
-        raise ValueError(
-            f"{name}: expected state of shape {expected[0]} and strides {expected[1]}, got {got[0]} and {got[1]}: "
-            "build the model that it was saved of"
-        )
-    own, size = tensor.local, record.row.numel()
-    own = own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own)))
-    return record.shaped(own)
 
 
 def renamed(plan: Mapping[str, Any], names: Any) -> State:

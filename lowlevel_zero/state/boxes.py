@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
     """The division among ranks of a tensor with one element for each block of another tensor's elements.
 
     Attributes:
-        split: the division of the other tensor, whose spans begin where blocks begin.
+        split: the division of the other tensor. Ranks share no block where its spans begin at blocks.
         size: elements of a block.
     """
 
@@ -50,9 +50,10 @@ class Blocks(NamedTuple):
         return self.split.world_size
 
     def span(self, rank: int) -> tuple[int, int]:
-        """Return the first and one-past-last block of ``rank``."""
+        """Return the first and one-past-last of the blocks that ``rank`` has elements of."""
         start, stop = self.split.span(rank)
-        return -(-start // self.size), -(-stop // self.size)
+        end = -(-stop // self.size)
+        return (start // self.size if start < stop else end), end
 
 
 class Box(NamedTuple):

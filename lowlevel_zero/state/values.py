@@ -67,13 +67,16 @@ class Slice(NamedTuple):
         return torch.as_strided(rows, self.own.shape, self.like.stride())
 
 
-def is_slice(key: str, value: Any, record: ShardedParameter) -> bool:
-    """Return whether a state is sliced over the ranks, or held by one owner, instead of being alike on all."""
+def is_slice(key: str, value: Any, record: ShardedParameter, of_elements: Sequence[int] | None = None) -> bool:
+    """Return whether ranks hold a state together: each its elements, or one rank all of a tensor.
+
+    ``of_elements``: the shape of a state with one number for each element; None: it is a slice's.
+    """
     if not isinstance(value, Tensor):
         return False
     if record.split.owner is not None:
         return value.dim() > 0 or (record.p.dim() == 0 and key not in SCALARS)
-    return key not in SCALARS and value.shape == record.p32.shape
+    return key not in SCALARS and value.shape == (record.p32.shape if of_elements is None else of_elements)
 
 
 def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
