@@ -208,7 +208,7 @@ class Contents:
     # ---- saving ----
 
     def share(self) -> Share:
-        """Return the tensors that this rank writes a part of. Doesn't communicate."""
+        """Return the plan and the values of the tensors that this rank saves. Doesn't communicate."""
         states = {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
         place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group.group))}
         share = Share([], {}, {}, {("model", alias): ("model", name) for alias, name in self.tied.items()})
@@ -225,7 +225,7 @@ class Contents:
         return share
 
     def add_experts(self, share: Share) -> None:
-        """Add all ranks' experts to the plan of a share. Communicates if there are some."""
+        """Add the experts of all ranks to the plan of a share. Communicates if the model has experts."""
         experts = dict(share.experts)
         for of_rank in from_all_ranks(self.groups, share.experts):
             experts |= {name: planned for name, planned in of_rank.items() if name not in experts}

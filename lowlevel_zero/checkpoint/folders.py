@@ -212,7 +212,7 @@ def remove(path: Path) -> None:
 
 
 def claim(written: Path, name: str) -> IO[bytes]:
-    """Create the file ``name`` in the folder ``written``, which isn't taken for remains as long as that is open.
+    """Create the file ``name`` in ``written``, and lock that folder against removal as remains until it is closed.
 
     Every rank has a file of its own there. The system lets go of it when the process ends, however it does.
     """
@@ -227,7 +227,7 @@ def claim(written: Path, name: str) -> IO[bytes]:
 
 
 def clear_remains(written: Path) -> None:
-    """Remove what saves and removals that were broken off have left beside the folder ``written``."""
+    """Remove the remains of interrupted saves and removals beside the folder ``written``."""
     for name in os.listdir(written.parent):
         path = written.with_name(name)
         with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
@@ -291,7 +291,7 @@ def _finish_removal(removed: Path) -> None:
 
 
 def _is_abandoned(written: Path) -> bool:
-    """Return whether the folder ``written`` holds files of a save alone, whose processes have all gone."""
+    """Return whether the folder ``written`` holds only files of a save, and all processes of that save have ended."""
     if written.is_symlink() or not written.is_dir():
         return False
     files = list(written.iterdir())

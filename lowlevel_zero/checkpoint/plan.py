@@ -110,7 +110,7 @@ def aligned(offset: int) -> int:
 
 
 def metadata_of(share: Share, ranks: int) -> bytes:
-    """Return the content of ``.metadata``.
+    """Return the pickled content of ``.metadata``, torch.distributed.checkpoint's index.
 
     Args:
         share: the first rank's, with the tensors of all ranks. Each rank writes its parts in this order.

@@ -183,7 +183,7 @@ def _prepare(
     staging: Saving | None,
     lines: list[str],
 ) -> Share:
-    """Return what this rank writes; ``lines`` get the names of states, which all ranks that share them must have.
+    """Collect the tensors and files that this rank writes, and extend ``lines`` by the states' names.
 
     ``staging``: a save that copies the values to the host. None: they are written before training goes on.
     """
@@ -279,7 +279,7 @@ def _tell_untrained(contents: Contents) -> None:
 
 
 def _settings(contents: Contents, name: Name, scheduler: Any) -> Settings:
-    """Return what one of the optimizers has beside tensors."""
+    """Return one optimizer's settings, its scheduler's state and the options that its layout depends on."""
     optimizer = contents.optimizers[name]
     return {
         **contents.states_of[name].settings(),
@@ -305,7 +305,7 @@ def _layout_options(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
 
 
 def _manifest(contents: Contents, run: Run) -> Manifest:
-    """Return the manifest, but for the files, which are known when all has been written."""
+    """Return the manifest without its files, which are added when all of them are written."""
     return Manifest(
         version=__version__,
         torch=torch.__version__,

@@ -238,9 +238,9 @@ class ShardedState:
     def _room(
         self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter, former: object = None
     ) -> Tensor:
-        """Return zeros to load this rank's part of a state into that is ``like`` this one when it is whole.
+        """Return memory to load this rank's part of a whole state into, which is ``like`` this one.
 
-        It is the memory of a ``former`` state of the same shape, dtype and device.
+        It is that of a ``former`` state of the same shape, dtype and device, else zeros.
         """
         division = self._division(key, like, keys, record, record.p.shape)
         if division is None:
@@ -254,13 +254,13 @@ class ShardedState:
         return BoxedTensor(own, start, division.shape, division.stride, division.split)
 
     def _own(self, name: str, key: str, tensor: Tensor | None, keys: Collection[str]) -> Tensor:
-        """Return a state as this rank's optimizer holds it: a slice ``[s]`` padded with zeros, or the whole tensor."""
+        """Return a loaded state in the form of this rank's optimizer: a slice ``[s]`` padded with zeros, or whole."""
         record = self._records[name]
         if tensor is None:
             raise ValueError(
-                f"{name}: the checkpoint has its {key}, and this optimizer has offered no tensor to load it into: it "
-                "hasn't stepped yet, and no other of its class can be made to find out what states it will have; take "
-                "a step first, or use save_checkpoint and load_checkpoint"
+                f"{name}: expected a tensor to load its {key} into, got none, since the optimizer hasn't stepped yet "
+                "and none of its class can be made to find out its states: take a step first, or use save_checkpoint "
+                "and load_checkpoint"
             )
         if not isinstance(tensor, BoxedTensor):
             return tensor

@@ -68,7 +68,7 @@ class Slice(NamedTuple):
 
 
 def is_slice(key: str, value: Any, record: ShardedParameter, of_elements: Sequence[int] | None = None) -> bool:
-    """Return whether ranks hold a state together: each its elements, or one rank all of a tensor.
+    """Return whether a state is sliced over the ranks, or held by one owner, instead of being alike on all.
 
     ``of_elements``: the shape of a state with one number for each element; None: it is a slice's.
     """
