@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from sys import getrefcount
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..communication.fp8 import is_rounded
 from ..communication.shard_group import ShardGroup
+from ..communication.work import Work
 from ..partition import END_TO_END, Split
 from .awaited import wait_for
 from .storages import flat_in_memory_order, move_onto, move_to_padded
@@ -273,9 +274,10 @@ class ShardedParameter:
         self.saved_master = None
         self.stepped = master is not None or own.dtype != self.row.dtype
 
-    def gather_rows(self, group: ShardGroup) -> None:
-        """Bring every rank's part of ``padded`` to all. Communicates: all ranks call it."""
-        self.split.gather(group, [self.row], [self.rows], False, END_TO_END, None).wait()
+    def gather_rows(self, group: ShardGroup) -> Work[Any]:
+        """Start to bring every rank's part of ``padded`` to all. Communicates: all ranks call it."""
+        gather: Work[Any] = self.split.gather(group, [self.row], [self.rows], False, END_TO_END, None)
+        return gather
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """Return the elements of a tensor of ``p``'s shape in the order of ``padded``: ``[numel]``."""

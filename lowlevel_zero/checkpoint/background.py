@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,8 +18,8 @@ _log = logging.getLogger("lowlevel_zero")
 class Background(Future[T]):
     """A future of a thread's work. The interpreter waits for the thread before it ends.
 
-    A failure is logged when it happens. If neither ``result`` nor ``exception`` has been called, the process
-    ends with exit code 120, which is Python's own for what fails at the end.
+    A failure is logged when it happens. If neither ``result`` nor ``exception`` has been called, the process ends with
+    exit code 120, which is Python's own for what fails at the end; with 1 if ``multiprocessing`` has started it.
 
     Attributes:
         told: a caller has learnt the result or the exception.
@@ -28,6 +28,7 @@ class Background(Future[T]):
     def __init__(self) -> None:
         super().__init__()
         self.told = False
+        self._end: Finalize | None = None  # called at the process's end, also by processes that run no atexit functions
         self.set_running_or_notify_cancel()  # nobody can cancel it: other ranks write, too
 
     def run(self, work: Callable[[], T]) -> None:
@@ -41,7 +42,7 @@ class Background(Future[T]):
 
     def start(self, work: Callable[[], T], executor: Executor | None = None) -> None:
         """Do the work in a thread: the ``executor``'s, or a new one."""
-        atexit.register(self._fail_at_exit)
+        self._end = Finalize(None, self._fail_at_exit, exitpriority=0)
         if executor is not None:
             executor.submit(self._run_logged, work)
         else:
@@ -62,8 +63,8 @@ class Background(Future[T]):
 
     def _note_told(self) -> None:
         self.told = self.done()
-        if self.told:
-            atexit.unregister(self._fail_at_exit)
+        if self.told and self._end is not None:
+            self._end.cancel()
 
     def _run_logged(self, work: Callable[[], T]) -> None:
         self.run(work)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,10 @@ from .plan import Keys, PlannedTensor, Share
 from .saved import SavedCheckpoint
 from .sharded_state import ShardedState
 
+T = TypeVar("T")
+
 _EXTRA = "_extra_state"
+_UNDER_WAY = 2  # parameters whose rows are gathered while those of another are waited for
 _BUILD_ANEW = "build the model that was saved, or load another checkpoint"
 
 
@@ -291,13 +295,14 @@ class Contents:
     @torch.no_grad()
     def gather(self, objects: Objects) -> None:
         """Gather the rows that the ranks have read, and load bucket plans and loss scales. Communicates."""
-        trained = [entry for entry in self.entries.values() if entry.record is not None]
-        for entry in sorted(trained, key=lambda entry: entry.shard_group):  # in which all have the same order
-            assert entry.record is not None
-            if entry.record.split.numel:
-                entry.record.gather_rows(entry.ranks)
-                torch.autograd.graph.increment_version(entry.record.p)
-            entry.record.note_version()
+        in_order = sorted(self.entries.values(), key=lambda entry: entry.shard_group)  # the same on all ranks
+        trained = [(entry.record, entry.ranks) for entry in in_order if entry.record is not None]
+        gathers = ((record, record.gather_rows(ranks)) for record, ranks in trained if record.split.numel)
+        for record, gather in _ahead(gathers, _UNDER_WAY):
+            gather.wait()
+            torch.autograd.graph.increment_version(record.p)
+        for record, _ in trained:
+            record.note_version()
         for of, state in self.states_of.items():
             state.load_progress(objects.optimizers[of])
 
@@ -376,6 +381,16 @@ def _number_of(module: nn.Module, numbers: Mapping[Tensor, int]) -> int:
     """Return the number of the shard group that all tensors of a module belong to; 0 if they belong to several."""
     own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
     return own.pop() if len(own) == 1 else 0
+
+
+def _ahead(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yield ``items``, of which up to ``count`` more have been taken by then."""
+    taken: deque[T] = deque()
+    for each in items:
+        taken.append(each)
+        if len(taken) > count:
+            yield taken.popleft()
+    yield from taken
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

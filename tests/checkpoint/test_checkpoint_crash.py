@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import multiprocessing
 import os
 import resource
 import signal
@@ -413,3 +414,16 @@ def test_a_failed_asynchronous_save_fails_the_process_unless_somebody_knows(
     assert done.returncode == code, done.stderr
     assert done.stdout == "the end\n"
     assert ("nobody has waited for it: " in done.stderr) == (code != 0)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_failed_asynchronous_save_fails_processes_of_multiprocessing_too(method: str, tmp_path: Path) -> None:
+    script = END.format(folder=tmp_path, waits=False).replace("{", "{{").replace("}", "}}")
+    process = multiprocessing.get_context(method).Process(target=_run_script, args=(script,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+
+
+def _run_script(script: str) -> None:
+    exec(script, {})
