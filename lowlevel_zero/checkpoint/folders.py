@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
@@ -70,7 +71,7 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
     if group is not None:
         return on_first_rank(ShardGroup(group), lambda: latest(directory))
     folder = Path(directory)
-    newest, damaged = _newest_of(_found_at([folder]))
+    newest, damaged = _newest_of(_found_at([str(folder)]))
     if newest is None:
         newest, others = _newest_of(_found_in(folder))
         damaged += others
@@ -228,12 +229,12 @@ def claim(written: Path, name: str) -> IO[bytes]:
 
 def clear_remains(written: Path) -> None:
     """Remove the remains of interrupted saves and removals beside the folder ``written``."""
-    for name in os.listdir(written.parent):
-        path = written.with_name(name)
+    beside = os.listdir(written.parent)
+    for path in (written.with_name(name) for name in beside if name.endswith(_REMOVED) or _BESIDE.fullmatch(name)):
         with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
-            if name.endswith(_REMOVED):
+            if path.name.endswith(_REMOVED):
                 _finish_removal(path)
-            elif _BESIDE.fullmatch(name) and path != written and _is_abandoned(path):
+            elif path != written and _is_abandoned(path):
                 shutil.rmtree(path)
 
 
@@ -255,19 +256,32 @@ def sync(path: Path) -> None:
 
 def _found_in(folder: Path) -> list[Found]:
     """Return the checkpoints in ``folder``, damaged ones included. Symbolic links are skipped."""
-    places = sorted(folder.iterdir()) if folder.is_dir() else []
-    return list(_found_at(place for place in places if not (place.is_symlink() or _BESIDE.fullmatch(place.name))))
+    names: list[str] = []
+    if folder.is_dir():
+        with os.scandir(folder) as entries:
+            names = sorted(each.path for each in entries if not (each.is_symlink() or _BESIDE.fullmatch(each.name)))
+    return list(_found_at(names))
 
 
-def _found_at(places: Iterable[Path]) -> Iterator[Found]:
+def _found_at(places: Iterable[str]) -> Iterator[Found]:
     """Yield the checkpoints among these ``places``."""
-    for path in places:
-        goes = path.with_name(path.name + _REMOVED).exists()
-        if (path / MANIFEST).exists() or ((path / OBJECTS).exists() and not goes):
+    for place in places:
+        path = Path(place)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            manifest = os.stat(os.path.join(place, MANIFEST))
             try:
-                yield Found(path, read_head(path))
+                yield Found(path, _head_of(place, manifest.st_ino, manifest.st_mtime_ns))
             except (ValueError, OSError) as error:
                 yield Found(path, None, str(error))
+            continue
+        if (path / OBJECTS).exists() and not path.with_name(path.name + _REMOVED).exists():
+            yield Found(path, None, f"{path}: expected a checkpoint with a {MANIFEST}, found none")
+
+
+@lru_cache(maxsize=2**14)
+def _head_of(place: str, inode: int, modified: int) -> Head:
+    """Return the first line of a checkpoint's manifest, which is read once while the file stays the same."""
+    return read_head(Path(place))
 
 
 @contextmanager
