@@ -1,8 +1,8 @@
 """The cost of saving and loading beside FSDP2 with torch.distributed.checkpoint: ``python -m benchmarks.checkpoints``.
 
-Both alternate in the same rounds, and nothing waits for the disk when one begins. Each figure is the least of all rounds
-on the rank that needed most. Three more are of this package alone: a copy of what a rank writes, a save beside a few and
-beside many older checkpoints, and the bytes of 8-bit states.
+Both alternate in the same rounds, and all that was written before is on the disk when one begins. Each figure is the
+least of all rounds on the rank that needed most. Three more are of this package alone: a copy of what a rank writes, a
+save beside a few and beside many older checkpoints, and the bytes of 8-bit states.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def save_beside_others(rank: int, world_size: int, rounds: int, folder: Path) ->
     for at in range(10 * rounds):
         for count in (FEW, MANY):
             with measured(figure := {}):
-                save_checkpoint(folder / f"{count}" / f"new-{at}", one.model, one.optimizer)
+                save_checkpoint(folder / f"{count}" / f"new-{at}", one.model, one.optimizer, keep=2 * MANY)
             seconds.setdefault(f"{count}", []).append(figure["wall"])
     saves = 20 * rounds
     return {name: sorted(each)[len(each) // 2] for name, each in seconds.items()} | {"exchanges": exchanges / saves}

@@ -279,7 +279,7 @@ def test_state_that_a_fresh_optimizer_did_not_ask_for_is_missed(tmp_path: Path) 
     def save_and_load(rank: int, world_size: int) -> list[str]:
         _, optimizer = secretive(0, 2)
         dcp.save({"optim": Sharded(optimizer)}, checkpoint_id=tmp_path / "a")
-        with pytest.raises(ValueError, match="has its step.*load_checkpoint"):
+        with pytest.raises(ValueError, match="load its step into.*load_checkpoint"):
             dcp.load({"optim": Sharded(secretive(1, 0)[1])}, checkpoint_id=tmp_path / "a")
         _, other = secretive(1, 1)
         dcp.load({"optim": Sharded(other)}, checkpoint_id=tmp_path / "a")
