@@ -116,7 +116,12 @@ BAD_FILES: list[tuple[str, Any, str, str]] = [
         "ValueError",
         "model's again.bias, found none",
     ),
-    ("load more", lambda p, d: p.booster.load_model(p.model, d("more.pt")), "ValueError", "found more: build the model"),
+    (
+        "load more",
+        lambda p, d: p.booster.load_model(p.model, d("more.pt")),
+        "ValueError",
+        "found more: build the model",
+    ),
     (
         "load other groups",
         lambda p, d: p.booster.load_optimizer(p.optimizer, d("groups.pt")),
