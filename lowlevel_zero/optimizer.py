@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ from .sharded_optimizer import ShardedOptimizer
 from .start_line import log_start
 from .stepper import GlobalNorm, Stepper, clip_factor
 from .streams import streams_of
+
+T = TypeVar("T")
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -408,8 +410,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     # ---- step: norm, clip, step the slices, gather them ----
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], T]) -> T: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], T] | None = None) -> T | None:
         """Finish the reductions and step what has a gradient; every rank calls it. Under ``no_sync``: nothing.
 
         Args:
