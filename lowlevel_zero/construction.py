@@ -1,4 +1,4 @@
-"""Construction: checks on this rank, agreement between ranks, and then slices."""
+"""Construction: each rank checks, the ranks agree, and then parameters become slices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BACKWARDS = Alike(
 
 @contextmanager
 def garbage_collector_paused() -> Iterator[None]:
-    """Keep Python's cyclic garbage collector from running in the body, which creates dozens of objects a parameter.
+    """Keep Python's cyclic garbage collector from running in the body.
 
     The collector would look at all of them again and again, and at all that the program has beside them.
     """
@@ -54,14 +54,14 @@ def garbage_collector_paused() -> Iterator[None]:
 
 
 def mapping_and_model(pg_to_param_list: Any, model: nn.Module | None) -> tuple[Any, nn.Module | None]:
-    """Return the mapping and the model: a module in the mapping's place is the model, unless ``model`` is given too."""
+    """Return the mapping and the model; a module that was passed as the mapping is the model."""
     if model is None and isinstance(pg_to_param_list, nn.Module):
         return None, pg_to_param_list
     return pg_to_param_list, model
 
 
 def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> ShardGroup:
-    """Return the data-parallel ranks as a shard group that is watched for stalls.
+    """Return the data-parallel ranks as a shard group that is watched for stalls. May communicate over the store.
 
     The ranks can only agree over it, so the options that it needs haven't been checked yet: bad ones count as defaults.
     """
@@ -72,11 +72,11 @@ def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> 
 
 
 class Checked(NamedTuple):
-    """The facts of an optimizer that has been found fit to be sharded, on this rank.
+    """The names, splits and shard groups of an optimizer's parameters, which one rank has checked.
 
     Attributes:
         names: of the parameters in all groups.
-        choices: what decides the split of each parameter.
+        choices: the ``Choice`` of each parameter's split.
         assignment: which shard group has which parameter.
         lines: for each shard group, the lines that its ranks must have in common.
     """
@@ -88,14 +88,14 @@ class Checked(NamedTuple):
 
     @property
     def trained(self) -> list[Tensor]:
-        """The parameters that are to be trained."""
+        """Return the parameters that require gradients."""
         return [p for p in self.names if p.requires_grad]
 
 
 def check(
     optimizer: Optimizer, model: nn.Module | None, assigned: Any, group: ShardGroup, options: ZeroOptions
 ) -> Checked:
-    """Return what there is to shard; raise for a parameter that can't be sharded over ``group``'s ranks.
+    """Check an optimizer on this rank, and return its parameters' splits and shard groups. Doesn't communicate.
 
     ``assigned``: the caller's lists of parameters by process group.
     """
@@ -118,7 +118,7 @@ def add_group(
     model: nn.Module | None,
     scaled: bool,
 ) -> tuple[dict[Tensor, str], dict[Tensor, Choice]]:
-    """Add a group to the wrapped ``optimizer``, check it on all ranks; return all parameters' names, the new's choices.
+    """Add a group to the wrapped ``optimizer``, and check it on all ranks; return names and splits. Communicates.
 
     ``scaled``: losses are scaled, which fp16 parameters require.
     """
@@ -147,13 +147,13 @@ def add_group(
 
 
 def _agree_on_reductions(group: ShardGroup, device: torch.device) -> None:
-    """Raise on all ranks where one alone has begun reductions on a device, which those of construction would meet."""
+    """Raise on all ranks if only some have begun reductions on a device. Communicates."""
     if group.has_others and not group.on_gloo(device):
         agree(group, [f"{group.context.reductions} reductions begun"], None, CONSTRUCT, _BACKWARDS)
 
 
 def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:
-    """Return the options, verbose where any rank's are.
+    """Return the options, with ``verbose`` set if any rank has set it. Communicates.
 
     One rank alone is verbose, as a rule. All of them look at overflows then, since they tell each other what they find.
     """
@@ -162,7 +162,7 @@ def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:
 
 
 def connected(ranks: ShardGroup, checked: Checked, options: ZeroOptions) -> list[ShardGroup]:
-    """Return all shard groups, of which ``ranks`` is the first, ready for collectives and watched for stalls."""
+    """Return all shard groups, ``ranks`` first, ready for collectives and watched for stalls. Communicates."""
     _agree_on_reductions(ranks, next(iter(checked.names)).device)
     groups, chosen = make_groups(ranks, checked.assignment.groups, checked.lines[1:]), options.communication
     for group in groups:
@@ -181,7 +181,7 @@ def shard(
     doing: str,
     model: nn.Module | None = None,
 ) -> Sharding:
-    """Move new parameters to padded storages and broadcast rank 0's values; then slices may be taken."""
+    """Move new parameters to padded storages, and broadcast rank 0's values. Communicates: every rank calls it."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
         sharding = Sharding(optimizer, parameters, options, names, choices, slice_multiple(optimizer))
@@ -203,7 +203,7 @@ def describe(
     number: int = 0,
     known_groups: int = 0,
 ) -> Iterator[str]:
-    """Yield a line for each thing that the ranks of the shard group ``number`` must have in common.
+    """Yield lines about parameters, states and buffers that must be alike on all ranks of a shard group.
 
     These are parameters, their states, and buffers. The lines of shard group 0 also tell the optimizer's class, the
     settings of its groups and the type of the device, which are common to all ranks. The first ``known_groups`` hold
@@ -228,7 +228,7 @@ def describe(
 
 
 def _described(value: object) -> str:
-    """Describe a state or a tensor as far as ranks must agree on it; the index of its device may differ."""
+    """Return a state's or tensor's type, device type, shape and dtype as text."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"on {value.device.type}, {tuple(value.shape)} {value.dtype}"

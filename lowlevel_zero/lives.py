@@ -20,17 +20,17 @@ _alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
 
 
 def register(optimizer: ShardedOptimizer) -> None:
-    """Count a complete ``optimizer`` among those that are ``alive``."""
+    """Add a complete ``optimizer`` to the optimizers that ``alive`` returns."""
     _alive[next(_made)] = optimizer
 
 
 def alive() -> dict[int, ShardedOptimizer]:
-    """Return this process's optimizers that are held and not retired, in the order of their construction."""
+    """Return this process's optimizers that are referenced and not retired, in the order of their construction."""
     return {number: each for number, each in _alive.items() if not each.is_retired}
 
 
 def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[ShardedParameter]]:
-    """Return the records of parameters, or of slices, by the optimizer that trains them, each record once.
+    """Group the records of parameters, or of slices, by the optimizer that trains them. Doesn't communicate.
 
     Optimizers are in the order of their construction, and records in the optimizer's own, which all ranks share.
     Tensors that no optimizer trains are left out.
@@ -45,7 +45,7 @@ def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[Sharded
 
 
 def refuse_wrapped(optimizer: object) -> None:
-    """Raise for an optimizer that is sharded or shards another one, or that holds slices."""
+    """Raise ``TypeError`` for an optimizer that is sharded, shards itself, or holds slices."""
     slices = {record.p32 for other in alive().values() for record in other.sharded_parameters}
     params = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
     if isinstance(optimizer, ShardedOptimizer) or not slices.isdisjoint(params):
@@ -56,7 +56,7 @@ def refuse_wrapped(optimizer: object) -> None:
 
 
 def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: ShardGroup) -> None:
-    """Retire the optimizers that have trained one of ``params`` so far. Every rank of ``group`` calls it.
+    """Retire the optimizers that train one of ``params``. Communicates: every rank of ``group`` calls it.
 
     Ranks collect garbage at different times, so one rank may still have an optimizer that is gone on another. The ranks
     compare, and finish together what is under way of each optimizer that all of them have. What is under way of others
@@ -92,7 +92,7 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
 
 
 def _retire(optimizer: ShardedOptimizer, name: str) -> None:
-    """Have ``optimizer`` give everything back, since another one is about to train the parameter ``name``.
+    """Remove everything that ``optimizer`` holds, and make every further use of it raise. Doesn't communicate.
 
     Its hooks, buffers and padded memory go, and its slices with their states. The wrapped optimizer is left without
     parameters. Doesn't communicate.
@@ -110,7 +110,7 @@ def _retire(optimizer: ShardedOptimizer, name: str) -> None:
 
 
 def let_go(optimizer: ShardedOptimizer) -> None:
-    """Leave the parameters of ``optimizer`` as plain torch has them: complete, without hooks and sharded gradients.
+    """Remove hooks and sharded gradients from the parameters of ``optimizer``, and finish gathers. Doesn't communicate.
 
     Unreduced gradients stay in ``p.grad`` unless the loss was scaled. Doesn't communicate: waits for gathers, and
     leaves reductions that are under way to travel.
@@ -130,10 +130,10 @@ def let_go(optimizer: ShardedOptimizer) -> None:
 
 
 def _key(group: ShardGroup) -> str:
-    """Return what tells an optimizer's shard group from others, the same on all of its ranks."""
+    """Return a text that identifies a shard group, the same on all of its ranks."""
     return f"{group.group.group_name}, {group.number}"
 
 
 def _same_ranks(one: ShardGroup, other: ShardGroup) -> bool:
-    """Return whether both have the same ranks, which can still talk within ``one``."""
+    """Return whether both groups have the same ranks, and ``one`` can still communicate."""
     return one.context.is_alive and set(ranks_of(one.group)) == set(ranks_of(other.group))

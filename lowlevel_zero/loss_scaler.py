@@ -26,7 +26,7 @@ _COUNT = Takes("an int of at least 0", (int,), lambda count: count >= 0)
 
 
 class LossScaler:
-    """Scales the loss before its backward, so that fp16 gradients neither vanish nor overflow.
+    """The dynamic loss scale: it grows after clean steps, and shrinks after overflows.
 
     An overflow raises ``hysteresis_step`` by one; the overflow that brings it to ``hysteresis``, and every
     further one, multiplies the scale by ``backoff_factor``, down to ``min_scale``. After ``growth_interval``
@@ -50,7 +50,7 @@ class LossScaler:
         self._set_factors(options.growth_factor, options.backoff_factor)
 
     def update(self, found_inf: Tensor) -> None:
-        """Count one step and adjust the scale, by a dozen tiny kernels without a host synchronisation.
+        """Count one step and adjust the scale, on the device, without a host synchronisation.
 
         Args:
             found_inf: one element of any shape and dtype, on the scaler's device. Zero: the step was clean;
@@ -69,32 +69,32 @@ class LossScaler:
 
     @property
     def skipped_in_a_row(self) -> Tensor:
-        """The overflows since the last clean step: 0-d int64, a view that later updates change."""
+        """Return the overflows since the last clean step: 0-d int64, a view that later updates change."""
         return self._counts[2]
 
     @property
     def skipped(self) -> Tensor:
-        """All overflows so far: 0-d int64, a view that later updates change."""
+        """Return the number of all overflows: 0-d int64, a view that later updates change."""
         return self._counts[3]
 
     @property
     def loss_scale(self) -> float:
-        """The scale as a number. Reading it waits for the device: for logs, not for every step."""
+        """Return the scale as a number. Waits for the device."""
         return float(self.scale.item())
 
     def settings(self) -> dict[str, Any]:
-        """Return the scale and the numbers of its updates by name, which must be the same on all ranks."""
+        """Return the scale and the numbers of its updates by name; they must be alike on all ranks."""
         names = ("scale", "min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
         return {f"{name} of the loss scaler": getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the 0-d tensors, and the numbers: ColossalAI's four keys and the counts."""
+        """Return the scale, the numbers of its updates and the counts, under ColossalAI's keys."""
         numbers = {key: getattr(self, key) for key in _NEEDED_KEYS[1:]}
         counts = dict(zip(_COUNT_KEYS, self._counts.clone().unbind(), strict=True))
         return {"scale": self.scale.clone(), **numbers, **counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict()``, or ColossalAI's, which has no counts: they restart at 0.
+        """Load a ``state_dict()``, or ColossalAI's, which has no counts: they restart at 0.
 
         A scale outside ``min_scale`` .. ``max_scale`` is moved to the nearer end. Tensors are read, so this waits for
         their device.
@@ -119,7 +119,7 @@ def _as_number(value: Any) -> Any:
 
 
 def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scaler's state as numbers, or raise as ``LossScaler.load_state_dict`` does."""
+    """Return a scaler's state as numbers; raise if a key is missing or unknown, or a value is out of range."""
     _check_keys(state_dict)
     state = dict.fromkeys(_COUNT_KEYS, 0) | {key: _as_number(value) for key, value in state_dict.items()}
     options = abouts(LossScale)

@@ -70,7 +70,7 @@ _log = logging.getLogger("lowlevel_zero")
 class LowLevelZeroOptimizer(ShardedOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
-    Each parameter is padded and viewed as ``[world_size, -1]``; every rank steps row ``rank`` of every
+    Each parameter is padded and viewed as ``[world_size, -1]``. Every rank steps row ``rank`` of every
     parameter with ``optimizer`` and gathers the updated rows. The scheme is ColossalAI's low-level ZeRO, whose
     keywords come first, in its order; the groups of options at the end have the same options, and more. All ranks
     construct it alike; rank 0's parameters, buffers and optimizer state are broadcast. From then on ``optimizer`` holds
@@ -178,7 +178,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     # ---- the parts of a step ----
 
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None) -> None:
-        """Put the parts of a step together on this rank, hooks on parameters among them."""
+        """Create the parts of a step on this rank, and register hooks on parameters. Doesn't communicate."""
         super().__init__(optimizer)
         self.model = model
         self.device = self.sharded_parameters.records[0].padded.device
@@ -196,20 +196,20 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         register(self)
 
     def _make_state(self) -> None:
-        """Create the loss scaler and the step's state machine."""
+        """Create the loss scaler, if a parameter is fp16, and the state of the step."""
         half = any(record.p.dtype == torch.float16 for record in self.sharded_parameters)
         self.scaler = LossScaler(self.options.loss_scale, self.device) if half else None
         self.step_state = StepState(self.options.communication.unit(self.shard_group.ranks), self.scaler)
 
     def _make_groups(self) -> None:
-        """Create the parts that reduce, keep and gather for each shard group's parameters."""
+        """Create the parts that reduce, keep and gather gradients, for each shard group."""
         self.sharded_groups = []
         self._observer = BadNumbers(self.sharded_parameters, self.sharded_groups, self.options, self.scaler)
         self._stepping = StepOnHost(self.streams) if self.options.cpu_offload else StepOnDevice()
         self._extend_groups()
 
     def _extend_groups(self) -> None:
-        """Take new records into the plans and hooks of their groups; create the groups that had no records before."""
+        """Add new records to the plans and hooks of their shard groups, and create new groups."""
         known = {each.number: each for each in self.sharded_groups}
         common = self.options, self.streams, self._stepping, self.step_state, self._observer.packed
         for number, records in enumerate(self.sharded_parameters.by_shard_group):
@@ -220,7 +220,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.sharded_groups[:] = [known[number] for number in sorted(known)]
 
     def _make_stepper(self) -> None:
-        """Create the stepper, and settle whether a step waits for the norm of its gradients."""
+        """Create the stepper, and decide whether a step waits for the norm of its gradients."""
         options = self.options
         carry_overrides(self.optim, self.sharded_parameters)
         self._stepper = Stepper(self.optim, self.sharded_groups, on_host=options.cpu_offload)
@@ -236,7 +236,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def backward(
         self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Backward through ``loss`` and reduce the gradients: every rank calls it, whatever its loss touches.
+        """Run a backward through ``loss``, and reduce the gradients. Communicates: every rank calls it.
 
         fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is a
         ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
@@ -252,7 +252,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         inputs: Tensor | Sequence[Tensor] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Backward from ``tensor`` with its gradient ``grad``, as a pipeline stage does.
+        """Run a backward from ``tensor`` with the gradient ``grad``, as a pipeline stage does, and reduce gradients.
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
@@ -262,7 +262,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def backward_pass(
         self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None
     ) -> AbstractContextManager[Tensor]:
-        """What ``backward`` does, around a backward that somebody else runs, as trainers do; every rank enters it::
+        """Return a context that reduces the gradients of a backward that the caller runs. Every rank enters it::
 
             with optimizer.backward_pass(loss) as scaled:
                 scaled.backward()
@@ -271,8 +271,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         Several optimizers' contexts may be nested around one backward.
 
         Args:
-            loss: what the backward is run from, or a multiple of it.
-            inputs: what the backward is given as such.
+            loss: the tensor from which the backward is run, or a multiple of it.
+            inputs: the ``inputs`` argument of the backward.
 
         Raises:
             RuntimeError: fp16, and gradients came from another backward than that of the scaled loss.
@@ -281,7 +281,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     @contextmanager
     def _scaled(self, loss: Tensor, scale: Tensor) -> Iterator[Tensor]:
-        """``loss`` times ``scale``, which the gradients that come must be those of."""
+        """Yield ``loss`` times ``scale``; raise afterwards if gradients came from another backward."""
         with torch.enable_grad():
             scaled = loss * scale.to(loss.device)
         if not scaled.requires_grad:
@@ -315,7 +315,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         scaler: LossScaler | None = None,
         by_itself: bool = False,
     ) -> Iterator[Tensor]:
-        """Run the reductions of a backward of this optimizer's own; in each group, whatever one of them raises."""
+        """Open a gradient sync around a backward, and close it, even after an error. Communicates."""
         self._guard.enter("backward")
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):
@@ -344,7 +344,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients in ``p.grad``, in its dtype and unreduced, until a backward outside."""
+        """Return a context in which gradients accumulate in ``p.grad``, in its dtype, without reduction."""
         state = self.step_state  # which another optimizer may retire meanwhile
         before, state.syncs = state.syncs, False
         try:
@@ -352,11 +352,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         finally:
             state.syncs = before
 
-    # ---- between backward and step: what callers make of gradients ----
+    # ---- between backward and step: gradient access ----
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Finish the reductions now, as every use of ``p.grad`` does; every rank calls it, after the last backward.
+        """Finish all reductions, so that gradients can be read and edited. Communicates: every rank calls it.
 
         Gradients may then be read and edited, as ``p.grad`` of the model's parameters, or as ``.grad`` of the slices in
         ``optimizer.param_groups`` (see ``ShardedGradient``). The name is Horovod's.
@@ -374,15 +374,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self.calls.finish_gradients(call)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Return a context for ``step`` after ``synchronize``, as Horovod's users write it; it changes nothing.
+        """Return a context without effect, for code that is written for Horovod.
 
-        A step reduces what has come since, if anything has, and takes gradients as they have been edited.
+        A step reduces gradients that have come since, and takes edited gradients as they are.
         """
         return nullcontext()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients, after backward, to a global L2 norm; returns the norm before, 0-d fp32.
+        """Scale all gradients down to a global L2 norm, and return the norm before, 0-d. Communicates.
 
         It does what ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does, in fewer kernels, and counts
         experts' gradients. Every rank calls it, with the same ``max_norm``.
@@ -399,11 +399,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         return norm.value
 
     def _measure(self, norm: GlobalNorm, unit: float | Tensor) -> None:
-        """Start the norm of all gradients, times ``unit``."""
+        """Start computing the norm of all gradients, times ``unit``. Communicates."""
         norm.measure([bucket.measured for each in self.sharded_groups for bucket in each.gradients.sums()], unit)
 
     def _new_norm(self) -> GlobalNorm:
-        """Summed in fp64 at least where a parameter of experts is: other ranks may have none of those."""
+        """Return a ``GlobalNorm`` over all ranks, in fp64 if experts may be fp64, else in fp32."""
         several = len(self.sharded_parameters.shard_groups) > 1
         double = several and any(record.communication_dtype == torch.float64 for record in self.sharded_parameters)
         return GlobalNorm(self.shard_group, self.device, dtype=torch.float64 if double else torch.float32)
@@ -418,7 +418,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], T] | None = None) -> T | None:
-        """Finish the reductions and step what has a gradient; every rank calls it. Under ``no_sync``: nothing.
+        """Finish reductions, step the slices, and gather parameters; under ``no_sync`` do nothing. Communicates.
 
         Args:
             closure: run first, with gradients enabled; its loss is returned.
@@ -454,14 +454,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         return loss
 
     def _enter_step(self) -> Call:
-        """Begin a step, for which the ranks compare what steers it, and which weights have been written."""
+        """Return the call of a step, with the settings and written parameters that the ranks compare."""
         call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
         return call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
 
     def _take_step(self, norm: GlobalNorm, unit: float | Tensor) -> None:
-        """Measure and judge the gradients, of this ``unit``; step and gather unless they overflowed."""
+        """Measure, clip and unscale the gradients, and step and gather, unless an overflow skips the step."""
         self._measure(norm, unit)
         if self._tells_norm:
             self._judge(norm)
@@ -481,7 +481,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._stepper.step(float(unit) if on_host else unit, flag)
 
     def _catch_up(self, norm: GlobalNorm, last: GlobalNorm | None) -> None:
-        """Do what other ranks wait for in a step that has failed on this one; ``last``: the norm of the step before."""
+        """After an error in a step, take part in what other ranks wait for; ``last``: the norm of the step before."""
         try:
             if last is not None and last.catch_up():
                 self._judge(last, at_hand=False)
@@ -495,20 +495,20 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._end_step()
 
     def _leaves_out(self, norm: GlobalNorm) -> bool:
-        """Whether other ranks leave the step out for an overflow, after they have looked at the norm."""
+        """Return whether the other ranks skip the step after reading the norm on the host."""
         if self._tells_norm:
             self._judge(norm)
         return self.scaler is not None and not self._skips_by_flag and not norm.value.isfinite()
 
     def _judge(self, norm: GlobalNorm, at_hand: bool = True) -> None:
-        """Have the norm looked at, once; ``at_hand``: it is that of this step."""
+        """Let the observer check the norm, once; ``at_hand``: it is the norm of this step."""
         if not norm.is_judged:
             self._observer.norm(norm.value, at_hand)
             norm.is_judged = True  # now: where it can't be read on this rank, others may look for what is wrong with it
 
     @property
     def _skips_by_flag(self) -> bool:
-        """Whether the wrapped optimizer leaves the step out by itself, and the host needn't know."""
+        """Return whether the wrapped optimizer skips a step by a flag on the device."""
         return self._stepper.skips_by_flag and not self._observer.waits
 
     def _end_step(self) -> None:
@@ -524,7 +524,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 each.gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, at any time: what is in flight is finished and forgotten.
+        """Finish reductions under way, and clear all gradients. Communicates: every rank calls it.
 
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
@@ -550,7 +550,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     # ---- param groups, of which an optimizer is made ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shard one more group, as the wrapped optimizer's ``add_param_group`` would take it; every rank calls it.
+        """Shard the parameters of one more group. Communicates: every rank calls it.
 
         Parameters that were frozen at construction, and aren't any more, come in this way too. Those that
         ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.

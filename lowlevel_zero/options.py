@@ -39,7 +39,7 @@ class Takes(NamedTuple):
 
     Attributes:
         expected: the value that is expected, in words.
-        types: its types; bool counts as an int only where it is among them.
+        types: the types; bool counts as an int only if it is listed.
         holds: returns whether a value of these types is in the range.
     """
 
@@ -85,10 +85,10 @@ _COST = Takes("a callable that returns the cost of a parameter, or None", (Calla
 
 
 class About(NamedTuple):
-    """The facts of one option beside its name, type and default.
+    """The meaning, check and keyword of one option.
 
     Attributes:
-        text: its meaning.
+        text: the meaning of the option.
         check: raises for a value that it doesn't take.
         keyword: ColossalAI's keyword for it, of an option in a group; empty: ColossalAI has none.
         may_differ: ranks may choose different values.
@@ -101,22 +101,22 @@ class About(NamedTuple):
 
 
 def option(default: T, text: str, check: Takes = SWITCH, *, keyword: str = "", may_differ: bool = False) -> T:
-    """Return a dataclass field that knows ``About`` itself."""
+    """Return a dataclass field with a default and its ``About``."""
     return field(default=default, metadata={"about": About(text, check, keyword, may_differ)})
 
 
 def abouts(group: Any) -> dict[str, About]:
-    """Return what is known about each option of a group, or of ``ZeroOptions`` outside of its groups, by name."""
+    """Return the ``About`` of each option of a group by name; of ``ZeroOptions``, of those outside of groups."""
     return {each.name: each.metadata["about"] for each in fields(group) if "about" in each.metadata}
 
 
 def entry(name: str, text: str) -> str:
-    """Return an entry of a docstring's ``Args``."""
+    """Return one entry of a docstring's ``Args``, wrapped."""
     return textwrap.fill(f"{name}: {text}", _WIDTH, initial_indent="    ", subsequent_indent=" " * 8)
 
 
 def described(group: type[G]) -> type[G]:
-    """Complete a group's docstring by its options."""
+    """Append the group's options to its docstring, and return the group; a class decorator."""
     lines = [entry(name, about.text) for name, about in abouts(group).items()]
     group.__doc__ = "\n".join([inspect.cleandoc(group.__doc__ or ""), "", "Args:", *lines])
     return group
@@ -150,7 +150,7 @@ class LossScale:
 @described
 @dataclass(frozen=True)
 class Communication:
-    """How gradients and updated parameters travel between ranks."""
+    """Options of communication: buckets, dtypes, overlap, reduction."""
 
     bucket_size: int | None = option(
         None,
@@ -212,7 +212,7 @@ class Communication:
 @described
 @dataclass(frozen=True)
 class Diagnostics:
-    """What the optimizer watches and reports."""
+    """Options of diagnostics: logging, stalls, verification, infinite and NaN gradients."""
 
     verbose: bool = option(
         False,
@@ -291,7 +291,7 @@ class ZeroOptions:
         return torch.promote_types(dtype, torch.float32) if self.master_weights else dtype
 
     def _all(self) -> Iterator[tuple[str, object, About]]:
-        """Yield the path, value and facts of each option, as in ``communication.bucket_size``."""
+        """Yield the path, such as ``communication.bucket_size``, the value and the ``About`` of each option."""
         for name, about in abouts(self).items():
             yield name, getattr(self, name), about
         for name, group in GROUPS.items():
@@ -301,7 +301,7 @@ class ZeroOptions:
                 yield f"{name}.{each}", getattr(chosen, each), about
 
     def alike(self) -> Iterator[str]:
-        """Yield a line for each option that must be the same on all ranks."""
+        """Yield a line for each option whose value must be the same on all ranks."""
         for path, value, about in self._all():
             if not about.may_differ:
                 yield f"{path}={value}"
@@ -319,7 +319,7 @@ def _check_type(name: str, group: object, expected: type) -> None:
 
 
 def stage_of(stage: int | None, partition_grad: bool) -> int:
-    """Return the stage that both keywords choose; ``stage`` None leaves it to ``partition_grad``.
+    """Return the stage that ``stage`` and ``partition_grad`` choose; raise if they contradict each other.
 
     Raises:
         TypeError, ValueError: one of them is out of its range, or they contradict each other.
@@ -334,7 +334,7 @@ def stage_of(stage: int | None, partition_grad: bool) -> int:
 
 
 def merged(name: str, given: G | None, by_keyword: G) -> G:
-    """Return the group of options that a caller has ``given``, with ColossalAI's keywords filled in.
+    """Return the group of options ``given``, with ColossalAI's keywords filled in; raise if both choose one option.
 
     Args:
         name: the group's keyword, as in "communication".
@@ -368,7 +368,7 @@ def merged(name: str, given: G | None, by_keyword: G) -> G:
 
 
 def meanings() -> dict[str, str]:
-    """Return the meaning of each keyword of ``LowLevelZeroOptimizer`` that is an option or a group of options."""
+    """Return the meaning of each keyword of ``LowLevelZeroOptimizer``, by name."""
     found = {name: about.text for name, about in abouts(ZeroOptions).items()}
     for name, group in GROUPS.items():
         first, *_ = (group.__doc__ or "").partition("\n")
@@ -380,7 +380,7 @@ def meanings() -> dict[str, str]:
 
 
 def with_meanings(cls: type[T]) -> type[T]:
-    """Complete the docstring of ``cls``, which ends with ``Args``, by the options among its keywords."""
+    """Append the options among its keywords to the docstring of ``cls``, and return it; a class decorator."""
     known = meanings()
     lines = [entry(name, known[name]) for name in inspect.signature(cls).parameters if name in known]
     cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), *lines])

@@ -1,4 +1,4 @@
-"""The two ways to split a parameter: which elements each rank owns; how wide rows of buffers are.
+"""The two splits of a parameter over ranks, the choice of owners, and the width of buffer rows.
 
 ``EvenSplit`` gives each rank a row of every parameter. ``WholeSplit`` gives a parameter to one rank. They answer the
 same questions, so nothing else asks which of the two it has.
@@ -37,24 +37,24 @@ _LEAST_UNITS = 64
 
 
 class Collectives(Protocol):
-    """The collectives of a shard group that a split chooses between; each returns a work."""
+    """The collectives of a shard group that a split uses."""
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = ..., about: Any = ...) -> Any:
-        """Sum ``buffer``, ``[size, row]``, and leave each rank its row."""
+        """Start summing ``buffer``, ``[size, row]``; each rank gets its row. Communicates."""
 
     def reduce(self, buffer: Tensor, owner: int, about: Any = ...) -> Any:
-        """Sum ``buffer`` and leave the sum to one rank."""
+        """Start summing ``buffer``; the rank ``owner`` gets the sum. Communicates."""
 
     def gather(self, own: Any, rows: Any, fp8: bool = ..., alignment: Any = ..., about: Any = ...) -> Any:
-        """Fill ``rows`` with every rank's ``own``."""
+        """Start filling ``rows`` with every rank's ``own``. Communicates."""
 
     def broadcast_from(self, owner: int, own: Any, whole: Any, about: Any = ...) -> Any:
-        """Fill ``whole`` with one rank's ``own``."""
+        """Start filling ``whole`` with the ``own`` of the rank ``owner``. Communicates."""
 
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """A flat parameter of ``numel`` elements, padded and viewed as ``[world_size, slice_size]``.
+    """The split of a flat parameter into rows, one for each rank: it is padded to ``[world_size, slice_size]``.
 
     Rank ``r`` owns row ``r``. With ``multiple`` 1 this is the split that ``torch.chunk`` makes of the unpadded
     parameter, and so also the layout of a 1-D ``DTensor`` with ``Shard(0)``: the first ranks hold whole slices, the one
@@ -63,7 +63,7 @@ class EvenSplit:
     Attributes:
         numel: elements of the parameter, without padding.
         world_size: ranks that share it.
-        multiple: what rows are multiples of, in elements.
+        multiple: rows are multiples of this number of elements.
         slice_size: elements of one row, ``ceil(numel / world_size)`` rounded up to a ``multiple``.
         owner: the rank that owns all of it; None: each rank owns a row.
     """
@@ -87,74 +87,74 @@ class EvenSplit:
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the storage behind the parameter."""
+        """Return the elements of the storage behind the parameter, padding included."""
         return self.slice_size * self.world_size
 
     @property
     def padding(self) -> int:
-        """Elements at the end of the storage that belong to nobody."""
+        """Return the elements of padding at the end of the storage."""
         return self.padded_numel - self.numel
 
     def span(self, rank: int) -> tuple[int, int]:
-        """First and one-past-last element of the flat parameter that ``rank`` owns, padding left out."""
+        """Return the first and one-past-last element of the flat parameter that ``rank`` owns, without padding."""
         start = min(rank * self.slice_size, self.numel)
         return start, min(start + self.slice_size, self.numel)
 
     @property
     def rows(self) -> int:
-        """Rows of a bucket buffer."""
+        """Return the number of rows of a bucket buffer."""
         return self.world_size
 
     @property
     def short(self) -> int:
-        """Elements that a bucket buffer wants of the gradient behind those that there are: others are cut into rows."""
+        """Return the padding elements that must be appended to the gradient before it is packed."""
         return self.padding if self.multiple > 1 else 0
 
     def room(self, bucket_size: int) -> int:
-        """Return the elements of parameters that fill a bucket."""
+        """Return the number of elements of parameters that fill a bucket."""
         return bucket_size
 
     def size_of(self, rank: int) -> int:
-        """Return the elements of ``rank``'s slice, with its padding."""
+        """Return the elements of ``rank``'s slice, padding included."""
         return self.slice_size
 
     def own_row(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the part of ``rows``, ``[rows, columns]``, that belongs to ``rank``: ``[columns]``."""
+        """Return ``rank``'s row of ``rows``, ``[columns]``."""
         return rows[rank]
 
     def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
-        """Return a slice as the optimizer sees it: flat, whatever the parameter is ``like``."""
+        """Return ``flat`` itself: the optimizer steps flat slices."""
         return flat
 
     def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a parameter, or state, of this ``shape``."""
+        """Return the shape of a rank's slice, ``(slice_size,)``."""
         return (self.slice_size,)
 
     def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole state of which ranks have parts of this ``shape``."""
+        """Return the shape of the whole state whose slices the ranks hold: the parameter's."""
         return tuple(of_parameter)
 
     def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``rank``'s part of a whole state, padded with zeros; ``flatten`` gives memory order."""
+        """Cut ``rank``'s slice from a whole state, padded with zeros, and return it."""
         start, stop = self.span(rank)
         own = whole.new_zeros(self.slice_size)
         own[: stop - start] = flatten(whole)[start:stop]
         return own
 
     def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
-        """Start summing a bucket buffer so that each rank is left its own row."""
+        """Start a reduce-scatter of a bucket buffer; each rank gets its row. Communicates."""
         return group.reduce_scatter(buffer, fp8, about)
 
     def gather(
         self, group: Collectives, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
     ) -> Any:
-        """Start filling ``rows``, each ``[rows, s]``, with every rank's ``own``; rows of a buffer are aligned."""
+        """Start an all-gather of the ranks' slices ``own`` into ``rows``, each ``[rows, s]``. Communicates."""
         return group.gather(own, rows, fp8, row, about)
 
 
 @dataclass(frozen=True)
 class WholeSplit:
-    """A parameter of ``numel`` elements that one rank owns whole; the other ranks own nothing of it.
+    """The split that gives one rank all ``numel`` elements of a parameter.
 
     A bucket of such parameters has one owner and one row. Its gradients are reduced to the owner, whose optimizer steps
     tensors of the parameters' own shapes, and the owner broadcasts the result.
@@ -184,7 +184,7 @@ class WholeSplit:
 
     @property
     def slice_size(self) -> int:
-        """Columns of a bucket buffer: all elements, and some that have the next parameter begin at a round address.
+        """Return the columns that the parameter takes in a bucket buffer, rounded up to a round address.
 
         The rounding of some matrix products depends on the address.
         """
@@ -192,38 +192,38 @@ class WholeSplit:
 
     @property
     def short(self) -> int:
-        """Elements that a bucket buffer wants of the gradient behind those that there are."""
+        """Return the padding elements that must be appended to the gradient before it is packed."""
         return self.slice_size - self.numel
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the storage behind the parameter."""
+        """Return the elements of the storage behind the parameter; there is no padding."""
         return self.numel
 
     def room(self, bucket_size: int) -> int:
-        """Return the elements of parameters that fill a bucket: as a row of others, since each owner fills its own."""
+        """Return the number of elements that fill a bucket: fewer than others, since each owner fills its own."""
         return max(bucket_size // self.world_size, min(bucket_size, _LEAST_WHOLE))
 
     def span(self, rank: int) -> tuple[int, int]:
-        """First and one-past-last element of the flat parameter that ``rank`` owns."""
+        """Return the first and one-past-last element of the flat parameter that ``rank`` owns: all or none."""
         return (0, self.numel) if rank == self.owner else (0, 0)
 
     def size_of(self, rank: int) -> int:
-        """Return the columns of ``rank``'s slice."""
+        """Return the columns of ``rank``'s part: all on the owner, else 0."""
         return self.slice_size if rank == self.owner else 0
 
     def own_row(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the part of ``rows``, ``[1, columns]``, that belongs to ``rank``: all columns, or none."""
+        """Return ``rank``'s part of ``rows``: all columns on the owner, else an empty tensor."""
         return rows[0] if rank == self.owner else rows[0, :0]
 
     def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
-        """Return the owner's slice with the shape and strides of ``like``, the parameter; that of others is empty."""
+        """Return the owner's part with the shape and strides of ``like``; an empty one unchanged."""
         if flat.numel() < self.numel:
             return flat
         return torch.as_strided(flat, like.shape, like.stride(), flat.storage_offset())
 
     def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the owner's part of a parameter, or state, of this ``shape``: all of it."""
+        """Return the shape of the owner's part of a tensor of this ``shape``: the same."""
         return tuple(shape)
 
     def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
@@ -231,17 +231,17 @@ class WholeSplit:
         return tuple(shape)
 
     def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the owner's part of a whole state: all of it."""
+        """Return all of a whole state: the owner's part."""
         return whole
 
     def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
-        """Start summing a bucket buffer so that the owner is left the sum, ``[row]``, and others nothing, ``[0]``."""
+        """Start reducing a bucket buffer to the owner, which gets the sum, ``[row]``; others get ``[0]``."""
         return group.reduce(buffer, self.owner, about)
 
     def gather(
         self, group: Collectives, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
     ) -> Any:
-        """Start filling ``rows``, each ``[1, numel]``, with the owner's ``own``."""
+        """Start broadcasting the owner's parameters into ``rows``, each ``[1, numel]``. Communicates."""
         return group.broadcast_from(self.owner, own, [each[0] for each in rows], about)
 
 
@@ -252,13 +252,13 @@ Split: TypeAlias = EvenSplit | WholeSplit
 
 
 class Choice(NamedTuple):
-    """What decides the split of one parameter.
+    """The facts that decide the split of one parameter.
 
     Attributes:
-        numel: its elements.
+        numel: the elements of the parameter.
         by: "elements" or "parameters".
         costs: the measures of it by which owners are dealt out, the cost of its step first.
-        multiple: what slices by elements are multiples of.
+        multiple: slices by elements are multiples of this number of elements.
     """
 
     numel: int
@@ -268,10 +268,10 @@ class Choice(NamedTuple):
 
 
 def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split] = ()) -> list[Split]:
-    """Return the splits of parameters that the same ranks share, alike on each rank.
+    """Return the split of each parameter that these ranks share, alike on each rank. Doesn't communicate.
 
     Args:
-        choices: what decides each split.
+        choices: the facts that decide each split.
         world_size: ranks that share the parameters.
         former: the splits of parameters that these ranks share already.
     """
@@ -286,7 +286,7 @@ def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split
 
 
 def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int, Costs]] = ()) -> list[int]:
-    """Return the owner of each item: the largest is dealt first, each to the rank that has least so far.
+    """Return the owner of each item: the largest comes first, and each goes to the rank that has least.
 
     Each measure of an item counts as a share of that measure's sum over all items. The largest of an item's shares is
     its size, and the largest of a rank's shares is what the rank has. So every measure is level at once. With one
@@ -321,7 +321,7 @@ def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int,
 
 
 class Owned(NamedTuple):
-    """What one rank owns of parameters that are stepped whole.
+    """One rank's share of the parameters that are stepped whole.
 
     Attributes:
         elements: elements of these parameters.
@@ -333,7 +333,7 @@ class Owned(NamedTuple):
 
 
 def owned_by_rank(splits: Iterable[Split], world_size: int) -> list[Owned]:
-    """Return what each of ``world_size`` ranks owns of parameters that one rank steps whole."""
+    """Return each rank's share of the parameters that one rank steps whole."""
     shares = [Owned()] * world_size
     for split in splits:
         if split.owner is not None:
@@ -346,7 +346,7 @@ def owned_by_rank(splits: Iterable[Split], world_size: int) -> list[Owned]:
 
 
 class Alignment(NamedTuple):
-    """What the width of a row is a multiple of, in elements.
+    """The units, in elements, of which the width of a buffer row is a multiple.
 
     Attributes:
         short: of a row that is no wider than ``wide``; a power of 2, and less for a short row, so that padding stays
@@ -358,7 +358,7 @@ class Alignment(NamedTuple):
     wide: int = 1
 
     def padded(self, columns: int) -> int:
-        """The width of a row that holds so many elements."""
+        """Return the width of a row that holds ``columns`` elements."""
         unit = self.wide if columns > self.wide else self.short
         while 1 < unit <= self.short and unit * _LEAST_UNITS > columns:
             unit //= 2
@@ -370,6 +370,6 @@ END_TO_END = Alignment()
 
 @cache
 def alignment_of(dtype: torch.dtype, wide_rows: bool = False) -> Alignment:
-    """That of a buffer of ``dtype``; ``wide_rows``: for NCCL's bandwidth."""
+    """Return the alignment of rows of ``dtype``; ``wide_rows``: also for NCCL's bandwidth."""
     unit = ROW_BYTES // dtype.itemsize
     return Alignment(unit, WIDE_ROW if wide_rows else unit)

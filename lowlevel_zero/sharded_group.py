@@ -1,4 +1,4 @@
-"""Sharded groups: the parameters that one shard group shares, with the parts that take gradients to new values.
+"""Sharded groups: the parameters that one shard group shares, with their gradients, reducer and gathers.
 
 Collectives of several groups come in their order on every rank, and none waits for another's in the midst of a
 backward: each rank belongs to one group of every number, so no rank waits in a circle.
@@ -20,12 +20,12 @@ from .streams import Streams
 
 
 class ShardedGroup:
-    """The parameters that one shard group shares, with what takes their gradients to new values.
+    """The records of one shard group, and the parts that reduce, keep and gather their values.
 
     Args:
         number: its place among the shard groups; 0 is that of all data-parallel ranks.
         parameters: the records.
-        options: the caller's choices.
+        options: the options of the optimizer.
         streams: the device's streams, on which everything happens.
         stepping: says whether shards and masters are on the device or on the host.
         state: of the optimizer's step.

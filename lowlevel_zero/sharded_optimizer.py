@@ -1,4 +1,4 @@
-"""An optimizer over slices, as others see it: torch, the rooms above it, and ColossalAI's callers."""
+"""The optimizer's interface for others: torch, the rooms above it, and ColossalAI's callers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .streams import Streams
 
 
 class ShardedOptimizer(Optimizer):
-    """A ``torch.optim.Optimizer`` whose groups, state and defaults are those of another, which steps slices.
+    """A ``torch.optim.Optimizer`` over slices: state, gradients and names; ``LowLevelZeroOptimizer`` adds training.
 
     It is what can be asked, saved and loaded of a sharded optimizer; ``LowLevelZeroOptimizer`` trains. Schedulers and
     trainers accept it, and what one of the two loads or changes the other has. Step hooks that are registered on it run
@@ -69,7 +69,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def is_retired(self) -> bool:
-        """Whether a later optimizer has taken this one's parameters; whatever else is asked of it raises then."""
+        """Return whether a later optimizer has taken this one's parameters; then every other use raises."""
         return "_retired" in self.__dict__
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class ShardedOptimizer(Optimizer):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Say why a retired optimizer has no attributes; raise ``AttributeError`` for others as ever."""
+            """Raise ``RuntimeError`` if the optimizer is retired, else ``AttributeError``."""
             if self.is_retired:
                 raise RuntimeError(self._retired)
             return object.__getattribute__(self, name)
@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups; their ``params`` are slices, ``[s]`` each."""
+        """Return the wrapped optimizer's groups; their ``params`` are slices, ``[s]`` each."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -97,7 +97,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state, by slice.
+        """Return the wrapped optimizer's state, by slice; raise ``TypeError`` for torch's ``get_state_dict``.
 
         torch's ``get_state_dict``, ``set_state_dict`` and their like look at it first, and then for the model's
         parameters in groups that hold slices: they are told what to use, before they have changed anything.
@@ -118,7 +118,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
+        """Return the wrapped optimizer's defaults."""
         return self.optim.defaults
 
     @defaults.setter
@@ -126,7 +126,7 @@ class ShardedOptimizer(Optimizer):
         self.optim.defaults = defaults
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """``pickle`` and ``copy`` ask for this: they would make an optimizer of a rank that there is already."""
+        """Raise ``TypeError``: an optimizer can't be pickled or copied, only its state."""
         raise TypeError(
             f"expected its state, got the {type(self).__name__} itself to be pickled or copied, whose slices and "
             "process group are this rank's alone: save optimizer.state_dict(), which every rank calls, or use "
@@ -138,7 +138,7 @@ class ShardedOptimizer(Optimizer):
     def state_dict(
         self, pinned_state_dicts: dict[int, dict[str, Any]] | None = None, only_on_master: bool = False
     ) -> dict[str, Any]:
-        """A plain torch optimizer's state dict with whole tensors on the host; every rank calls it.
+        """Gather whole tensors, and return a plain torch optimizer's state dict. Every rank calls it.
 
         Tensors are gathered one at a time. fp32 masters of 16-bit parameters are one more state of each,
         ``master_param``; the loss scale, the bucket order and whether parameters travelled in fp8 are under the key
@@ -153,7 +153,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a plain torch optimizer's state dict, whole tensors; each rank takes its slices of them.
+        """Load a plain torch optimizer's state dict; each rank keeps its slices. Every rank calls it.
 
         Every rank calls it, with the same state dict. The states are taken without communication.
 
@@ -169,7 +169,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def whole_state(self) -> WholeState:
-        """The optimizer's state, to be read and loaded by those that have brought the ranks to the same call."""
+        """Return the object that reads and loads whole states, for callers that have finished the syncs."""
         optim, parameters, groups = self.optim, self.sharded_parameters, self.sharded_groups
         return WholeState(optim, parameters, groups, self.scaler, self.options.communication.fp8, self.model)
 
@@ -177,7 +177,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def train(self) -> Callable[[], None]:
-        """Have a schedule-free optimizer's parameters be those that are trained, after ``eval``; every rank calls it.
+        """Switch a schedule-free optimizer's parameters to the trained ones, and gather them. Every rank calls it.
 
         It calls the wrapped optimizer's own ``train`` on slices, and gathers them; ``AttributeError`` if there is none.
         fp32 masters keep their precision. Calling it again in the same mode doesn't communicate, so it may be called
@@ -187,7 +187,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def eval(self) -> Callable[[], None]:
-        """Have a schedule-free optimizer's parameters be those that are evaluated and saved; see ``train``."""
+        """Switch a schedule-free optimizer's parameters to the evaluated ones, and gather them; see ``train``."""
         return self._switching("eval", "train")
 
     def _switching(self, mode: str, back: str) -> Callable[[], None]:
@@ -202,25 +202,25 @@ class ShardedOptimizer(Optimizer):
     # ---- for the rooms above, beside the attributes ----
 
     def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
-        """The ranks that share a parameter, and what belongs to them."""
+        """Return the sharded group that a record belongs to."""
         return next(each for each in self.sharded_groups if each.number == record.shard_group)
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """The names of the groups' parameters, frozen ones included."""
+        """Return the names of all parameters of the groups, frozen ones included."""
         parameters = self.sharded_parameters
         return parameter_names(parameters.groups, self.model) | {record.p: record.name for record in parameters}
 
     def finish_gathers(self) -> None:
-        """Return when all parameters are up to date. Doesn't communicate: waits for what a step has started."""
+        """Wait until all parameters are up to date. Starts no communication."""
         for each in self.sharded_groups:
             each.gathers.finish()
 
     def finish_gradients(self) -> None:
-        """Finish all reductions: each record's gradient is complete then. Communicates: every rank calls it."""
+        """Finish all reductions, so that each record's gradient is complete. Communicates: every rank calls it."""
         self.calls.finish_gradients(Call("look at gradients"))
 
     def finish_syncs(self, doing: str) -> None:
-        """Bring all ranks to the same gradient sync, with nothing in flight; ``p.grad`` stays. Communicates.
+        """Finish reductions so that all ranks have the same gradient syncs; ``p.grad`` stays. Communicates.
 
         Args:
             doing: one of the names of ``Call``, the same on every rank.
@@ -231,7 +231,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def verify(self, buffers: bool = False) -> None:
-        """Raise unless all ranks hold the same parameters, frozen ones included, bit for bit; every rank calls it.
+        """Compare all parameters between the ranks, bit by bit, and raise if some differ. Every rank calls it.
 
         Checksums are computed where the parameters are; the host waits for them once. Only if they differ do the
         ranks tell each other which.
@@ -247,7 +247,7 @@ class ShardedOptimizer(Optimizer):
         self._verify(buffers)
 
     def _verify(self, buffers: bool = False) -> None:
-        """Compare parameters, for ranks that have come to the same call. Reads wait for gathers, and tell of errors."""
+        """Compare parameters between ranks that have agreed on the call; reads wait for gathers. Communicates."""
         verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
 
     # ---- ColossalAI's API (0.5.0), whose callers look parameters up by ``id()`` ----
@@ -256,7 +256,7 @@ class ShardedOptimizer(Optimizer):
     # what this rank has, and may be asked of one rank alone.
 
     def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
-        """Global L2 norm of the last step's gradients, unscaled, before clipping; None before the first step.
+        """Return the L2 norm of the last step's gradients, unscaled and before clipping; None before a step.
 
         Waits for the device, and for the others to take that step. inf or NaN if the step was skipped.
         """
@@ -265,22 +265,22 @@ class ShardedOptimizer(Optimizer):
         return None if self._norm is None else self._norm.value.item()
 
     def get_param_grad(self, working_param: Tensor) -> Tensor | None:
-        """The whole averaged, unscaled gradient of a parameter, of its shape and dtype, or None if no rank has one.
+        """Gather a parameter's averaged gradient, and return it whole; None if no rank has one.
 
         Every rank calls it, after backward: reductions are finished, and in stage 2 the slices are gathered.
         """
         return self.gradients.whole(self.sharded_parameters[working_param], "get_param_grad")
 
     def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
-        """This rank's slices ``[s]`` of the averaged gradients of one param group; dropped layers are left out."""
+        """Return this rank's slices, ``[s]``, of a param group's averaged gradients. Every rank calls it."""
         return [own for _, own in self._own_gradients(lambda record: record.group == group_id)]
 
     def get_working_grad_by_param_id(self, param_id: int) -> Tensor | None:
-        """This rank's slice ``[s]`` of the averaged gradient of the parameter with that ``id()``, or None."""
+        """Return this rank's slice, ``[s]``, of a parameter's gradient, or None. Every rank calls it."""
         return next((own for _, own in self._own_gradients(lambda record: id(record.p) == param_id)), None)
 
     def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[Tensor]:
-        """The averaged gradient's slices that this rank holds: every rank's in stage 1, its own in stage 2.
+        """Return the slices of a gradient that this rank holds: all ranks' in stage 1, its own in stage 2.
 
         Stage 1 has the others' until a step or a second ``clip_grad_norm_``.
         """
@@ -290,7 +290,7 @@ class ShardedOptimizer(Optimizer):
         return []
 
     def _own_gradients(self, wanted: Callable[[ShardedParameter], bool]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """This rank's slices of the averaged gradients, in their parameters' dtype. Communicates before the first."""
+        """Finish reductions, and yield this rank's averaged slices of the wanted parameters. Communicates."""
         self._guard.enter("look at gradients")
         self.finish_gradients()
         for record in filter(wanted, self.sharded_parameters):
@@ -300,26 +300,26 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale; 1 unless a parameter is fp16. Waits for the device."""
+        """Return the loss scale; 1 unless a parameter is fp16. Waits for the device."""
         return 1.0 if self.scaler is None else self.scaler.loss_scale
 
     def get_working_to_master_map(self) -> dict[int, Tensor]:
-        """``id(p)`` to ``p32``, the slice of ``[s]`` elements that this rank's optimizer steps."""
+        """Map ``id(p)`` to ``p32``, the slice, ``[s]``, that this rank's optimizer steps."""
         return {id(record.p): record.p32 for record in self.sharded_parameters}
 
     def get_master_to_working_map(self) -> dict[int, Tensor]:
-        """``id(p32)`` to ``p``."""
+        """Map ``id(p32)`` to the parameter ``p``."""
         return {id(record.p32): record.p for record in self.sharded_parameters}
 
     working_to_master_param = property(get_working_to_master_map)
     master_to_working_param = property(get_master_to_working_map)
 
     def get_param_padding_map(self) -> dict[int, int]:
-        """``id(p)`` to the number of elements that its storage is padded with."""
+        """Map ``id(p)`` to the number of elements of padding behind the parameter."""
         return {id(record.p): record.split.padding for record in self.sharded_parameters}
 
     def get_param_padding_size(self, param: Tensor) -> int:
-        """The number of elements that ``param``'s storage is padded with."""
+        """Return the number of elements of padding behind ``param``."""
         return self.sharded_parameters[param].split.padding
 
     def state_dict_shard(
@@ -328,7 +328,7 @@ class ShardedOptimizer(Optimizer):
         pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
         only_on_master: bool = False,
     ) -> Iterator[tuple[dict[int, dict[str, Any]], float]]:
-        """``state_dict()["state"]`` in pieces of at most ``max_shard_size`` MiB, each with its size in MiB.
+        """Gather the state in pieces of at most ``max_shard_size`` MiB, and yield them with their sizes.
 
         Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
         """
@@ -336,12 +336,12 @@ class ShardedOptimizer(Optimizer):
         return self.whole_state.shards(max_shard_size, pinned_state_dicts, only_on_master)
 
     def unwrap(self) -> Optimizer:
-        """The wrapped optimizer, which holds slices."""
+        """Return the wrapped optimizer, whose param groups hold slices."""
         return self.optim
 
     @torch.no_grad()
     def update_master_params(self, model: nn.Module) -> None:
-        """Overwrite the master slices of ``model``'s parameters with what the parameters hold now."""
+        """Overwrite the masters of ``model``'s parameters with the parameters' values. Doesn't communicate."""
         for p in model.parameters():
             record = self.sharded_parameters.find(p)
             if record is not None:

@@ -1,4 +1,4 @@
-"""The start lines about a new optimizer, which people see without setting up logging.
+"""The start line: one log line about each new optimizer, which is shown even if logging isn't set up.
 
 Python shows INFO records nowhere by default. Where the program has set up no logging, the line goes to stderr; else the
 program's handlers and levels decide. The environment variable ``LOWLEVEL_ZERO_LOG`` sets the level of the package's
@@ -25,10 +25,10 @@ _log = logging.getLogger("lowlevel_zero")
 
 
 def set_level() -> None:
-    """Set the level of the package's logger, if the environment variable chooses one.
+    """Set the level of the package's logger from ``LOWLEVEL_ZERO_LOG``, if that is set.
 
     Raises:
-        ValueError: it is no level.
+        ValueError: the variable is no level.
     """
     level = os.environ.get(VARIABLE, "")
     if level and level.lower() not in _LEVELS:
@@ -38,7 +38,7 @@ def set_level() -> None:
 
 
 def log_start(optimizer: Sharded) -> None:
-    """Log a line about ``optimizer`` on the first rank, and a warning where the host rounds to fp8."""
+    """Log the start line of ``optimizer`` on the first rank, and a warning if the host rounds to fp8."""
     parameters, options = optimizer.sharded_parameters, optimizer.options
     ranks = parameters.shard_groups[0]
     if ranks.group_rank != 0:
@@ -65,7 +65,7 @@ def log_start(optimizer: Sharded) -> None:
 
 
 def log_owners(parameters: ParameterStore) -> None:
-    """Log a line that says what each rank owns of parameters that one rank steps whole."""
+    """Log a line with each rank's share of the parameters that one rank steps whole."""
     for ranks, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
         whole = [record.split for record in records if record.split.owner is not None]
         if whole:
@@ -78,7 +78,7 @@ def log_owners(parameters: ParameterStore) -> None:
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """Let INFO records reach stderr within, unless the program or the environment has chosen otherwise."""
+    """Send INFO records of the body to stderr, unless the program has set up logging."""
     if _log.hasHandlers() or _log.level > logging.INFO:
         yield
         return

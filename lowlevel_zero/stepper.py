@@ -1,4 +1,4 @@
-"""The norm of all gradients, and the stepper, which gives slices their gradients, steps them and starts their gathers.
+"""The norm of all gradients, and the stepper, which steps slices bucket by bucket and starts their gathers.
 
 It goes part by part where that is the same as one step of the wrapped optimizer, whose kernels then scale gradients
 themselves if they can.
@@ -36,7 +36,7 @@ _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiab
 
 
 class GlobalNorm:
-    """The L2 norm of a gradient of which each rank holds slices: measured on each rank, then summed over the ranks.
+    """The L2 norm of all gradients: each rank measures its slices, and squares are summed over the ranks.
 
     It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times a scale. An element that is
     inf or NaN on any rank makes it so on all. Squares are summed in the order of the pieces. Nothing here waits for a
@@ -65,7 +65,7 @@ class GlobalNorm:
         self._value: Tensor | None = None
 
     def measure(self, pieces: Iterable[Tensor], scale: float | Tensor = 1.0) -> None:
-        """Measure this rank's pieces, in fp32 at least, and start summing their squares over the ranks.
+        """Measure this rank's pieces, and start summing their squares over the ranks. Communicates, once.
 
         Communicates one number: all ranks call it, once. The norm is multiplied by ``scale``.
         """
@@ -83,7 +83,7 @@ class GlobalNorm:
         self._started = True
 
     def catch_up(self) -> bool:
-        """Start the sum unless that has been done, and wait for it, as other ranks do; return whether it is known."""
+        """Start the sum if it hasn't been started, and wait for it; return whether the norm is known."""
         if not self._started:
             self.measure(())
         with suppress(RuntimeError):
@@ -92,12 +92,12 @@ class GlobalNorm:
 
     @property
     def is_lost(self) -> bool:
-        """Whether an error has kept this rank from knowing the norm."""
+        """Return whether an error has kept this rank from learning the norm."""
         return self._started and self._pending is None and self._total is None
 
     @property
     def value(self) -> Tensor:
-        """The norm, 0-d, fp32 (fp64 if a piece is), once all ranks have measured their pieces."""
+        """Return the norm, 0-d, fp32 at least; waits for the other ranks' part of the sum."""
         assert self._started, "not started"
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -118,7 +118,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Buckets of a shard group that are stepped and gathered together, and their parameters that worked."""
+    """Buckets of a shard group that are stepped and gathered together, and the records among them that worked."""
 
     group: ShardedGroup
     buckets: list[Bucket]
@@ -136,7 +136,7 @@ class StepGate:
         self.is_open = False
 
     def __call__(self, optim: Optimizer, *_: object) -> None:
-        """Raise for a step of somebody else's, before anything has changed."""
+        """Raise ``RuntimeError`` if the caller, and not the stepper, steps the wrapped optimizer."""
         if not self.is_open:
             raise RuntimeError(
                 "expected step() of the LowLevelZeroOptimizer, got that of the "
@@ -146,7 +146,7 @@ class StepGate:
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
-    """Whether stepping some parameters after others is one step of ``optim``: nobody counts or watches its steps."""
+    """Return whether ``optim`` may step some parameters after others: it is elementwise, and has no step hooks."""
     watched = (
         set(map(type, optim._optimizer_step_pre_hooks.values())) - {StepGate},
         optim._optimizer_step_post_hooks,
@@ -157,12 +157,12 @@ def steps_in_parts(optim: Optimizer) -> bool:
 
 
 def is_fused(optim: Optimizer) -> bool:
-    """Whether the kernels of ``optim`` take a gradient's scale and a flag to leave everything as it is."""
+    """Return whether the fused kernels of ``optim`` scale gradients and skip by a flag."""
     return type(optim) in _FUSED and all(map(methodcaller("get", "fused"), optim.param_groups))
 
 
 class Stepper:
-    """Gives slices their gradients, steps them and starts their gathers.
+    """Gives slices their gradients, steps them, and starts their gathers.
 
     Args:
         optim: the wrapped optimizer.
@@ -191,7 +191,7 @@ class Stepper:
         finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
     def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
-        """Give slices their gradients, step them and gather them, part by part where that is one step.
+        """Step and gather all parameters that worked, part by part if the optimizer allows it. Communicates.
 
         Communicates: all ranks gather the same parts. Where no parameter has a gradient, an optimizer that may count
         its steps steps all the same.
@@ -215,24 +215,24 @@ class Stepper:
         self._end()
 
     def catch_up(self) -> None:
-        """Gather the parts that other ranks wait for, in a step that has failed on this one."""
+        """Gather the parts that other ranks wait for, after a step has failed on this rank. Communicates."""
         for part in self._parts():
             self._gather(part)
         self._end()
 
     def _end(self) -> None:
-        """Wait for the gathers that no reader of a parameter will wait for."""
+        """Wait for the gathers of parameters that can't be awaited by their readers."""
         for group in self._groups:
             group.gathers.end_step()
 
     def _parts(self) -> list[Part]:
-        """Return the parts of the step under way that haven't started their gather."""
+        """Return the parts of the present step whose gather hasn't been started."""
         if self.left is None:
             self.left = deque(chain.from_iterable(map(self._parts_of, self._groups)))
         return list(self.left)
 
     def _gather(self, part: Part) -> None:
-        """Let go of the gradients of the next part, and start bringing its slices back."""
+        """Start the gather of the next part, and show sharded gradients again. Communicates."""
         for record in part.records:
             record.p32.grad = record.slice_handle
         part.group.gathers.start_gather(part.records)
@@ -241,9 +241,9 @@ class Stepper:
         part.group.gathers.limit()
 
     def _leave_out(self, parts: Sequence[Part], factor: float | Tensor) -> None:
-        """Leave a step out: kernels that don't scale gradients don't see to an overflow either."""
+        """Keep gradients but step nothing, and gather the parts unchanged, after an overflow. Communicates."""
         for part in parts:
-            for bucket in part.buckets:  # what is kept is what ranks keep whose kernels do
+            for bucket in part.buckets:  # ranks whose kernels see to an overflow keep the same
                 bucket.to_step()
                 bucket.state, bucket.scale = BucketState.STEPPED, factor
             self._gather(part)
@@ -251,7 +251,7 @@ class Stepper:
     def _step_parts(
         self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool
     ) -> None:
-        """Step and gather ``parts`` one after the other, or, unless ``in_parts``, all of them by one step."""
+        """Assign gradients, step and gather part after part; unless ``in_parts``, step all at once. Communicates."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
         by_optimizer = in_parts and is_fused(self._optim)
         device = parts[0].records[0].p32.device
@@ -268,7 +268,7 @@ class Stepper:
                 self._gather(part)
 
     def _parts_of(self, group: ShardedGroup) -> list[Part]:
-        """Return the buckets that are stepped and gathered together, in parts; those come first that were filled last.
+        """Group a shard group's buckets into parts, the bucket that was filled last first.
 
         The next forward wants these first. To the host gradients come one after the other, so there the first bucket
         is stepped first, while others are on their way.
@@ -284,10 +284,10 @@ class Stepper:
     def assign_gradients(
         self, bucket: Bucket, factor: float | Tensor, by_optimizer: bool, keeps_sums: bool = False
     ) -> None:
-        """Give each ``p32`` of a bucket its raw ``g``, scaled, as gradient: in place where dtypes allow it.
+        """Set each ``p32.grad`` to its slice, times ``factor`` unless ``by_optimizer``. Doesn't communicate.
 
         Args:
-            bucket: whose sums are complete.
+            bucket: a bucket with complete sums.
             factor: multiplies the sums.
             by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips. What
                 is kept doesn't depend on it, since ranks may differ in it.
@@ -313,11 +313,11 @@ class Stepper:
                     record.p32.grad = record.shaped(gradient) if gradient.numel() else None
 
     def _step_own(self) -> None:
-        """Step once, without the parameters that other ranks own."""
+        """Step the wrapped optimizer once, with only the parameters that this rank owns."""
         self._owned_step(chain.from_iterable(each.records for each in self._groups))
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:
-        """Step ``part`` alone: for the time of the call the optimizer has the param groups and members of it."""
+        """Step the wrapped optimizer with only the parameters of one part in its groups."""
         groups: list[dict[str, Any]] = self._optim.param_groups
         members: dict[int, list[Tensor]] = {}
         for record in part:
@@ -336,7 +336,7 @@ class Stepper:
 
 @contextmanager
 def _scaling(optim: Any, factor: float | Tensor, overflow: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Tell a fused ``optim`` what to multiply its gradients with, and when to do nothing, as ``GradScaler`` would."""
+    """Set the scale and the skip flag of a fused ``optim`` for the time of the body, as ``GradScaler`` does."""
     inverse = 1.0 / factor
     if isinstance(inverse, Tensor):
         optim.grad_scale = inverse.to(device, torch.float32)
@@ -351,7 +351,7 @@ def _scaling(optim: Any, factor: float | Tensor, overflow: Tensor | None, device
 
 @contextmanager
 def _fused(optim: Optimizer) -> Iterator[None]:
-    """Step Adam by its fused kernel, but leave its settings as they are: they are saved, and may go elsewhere."""
+    """Step Adam by its fused kernel in the body if its user left the choice open; settings are restored."""
     mine = optim.param_groups if type(optim) in _FUSED else []
     chosen = [group for group in mine if all(group.get(name) == default for name, default in _LEFT_OPEN.items())]
     for group in chosen:

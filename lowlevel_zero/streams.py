@@ -1,4 +1,4 @@
-"""Streams: the streams of a device on which this package works, and how they wait for each other; the host never waits.
+"""Streams: the device streams on which this package works, and how they wait for each other.
 
 Gradients may come on any stream: autograd runs a parameter's hook on the stream of its forward. All buffers are
 packed, and their collectives started, on the *home* stream: the current one when the optimizer was made, on which the
@@ -30,21 +30,21 @@ from torch import Tensor
 
 
 class Mark:
-    """A point in a stream's work; on the host it has always been reached."""
+    """A point in a stream's work; on the host every point has been reached."""
 
     def wait(self) -> None:
-        """Let the current stream, not the host, wait for it."""
+        """Make the current stream wait for the point; the host doesn't wait."""
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for the point."""
 
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Return whether the point has been reached: on the host always."""
         return True
 
 
 class Streams:
-    """The streams of the host: there are none, and calls run in order.
+    """The streams of the host, which has none: every call does nothing.
 
     Attributes:
         several: the device may have more than one stream.
@@ -55,39 +55,39 @@ class Streams:
     pins = False
 
     def note_gradient_stream(self) -> None:
-        """A gradient has come on the current stream."""
+        """Note that a gradient has come on the current stream; the host has nothing to note."""
 
     def keep(self, *used: object) -> None:
-        """Keep tensors that are used beside home until home has waited for that."""
+        """Keep references to tensors used beside home until home has waited for their use; not on the host."""
 
     def limit(self, most: int) -> None:
-        """Have home wait for all but the last ``most`` parts of the work beside it, and free what these used."""
+        """Make home wait for all work beside it but the last ``most`` parts; on the host nothing waits."""
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the memory of gradients, of whatever stream, from being used again before home has used them."""
+        """Keep the memory of gradients from being reused before home has used them; not on the host."""
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
-        """Run the body on the home stream; ``join``: the caller's stream then waits for it."""
+        """Return a context that runs its body on the home stream: on the host, a context that does nothing."""
         return nullcontext()
 
     def beside(self) -> AbstractContextManager[None]:
-        """Run the body on the stream beside home, which first waits for home and the current stream."""
+        """Return a context for the stream beside home, which waits for home: on the host it does nothing."""
         return nullcontext()
 
     def join(self) -> None:
-        """Have home and the current stream wait for the work beside home."""
+        """Make home and the current stream wait for the work beside home; on the host nothing waits."""
 
     def captures(self) -> bool:
-        """Return whether the current stream's work is being captured in a graph."""
+        """Return whether a graph captures the current stream: on the host never."""
         return False
 
     def mark(self) -> Mark:
-        """Return the current stream's present point."""
+        """Return the current point of the current stream."""
         return Mark()
 
 
 class DeviceStreams(Streams):
-    """The streams of a device.
+    """The streams of a device: home, a stream beside it, and those that gradients come on.
 
     Args:
         device: the device.
@@ -108,32 +108,32 @@ class DeviceStreams(Streams):
         self._others_seen = False
 
     def note_gradient_stream(self) -> None:
-        """Have home wait for the current stream when it next works."""
+        """Note the current stream, for which home waits when it next works."""
         stream = self.current()
         if stream != self._home:
             self._producers[stream] = None
             self._others_seen = True
 
     def keep(self, *used: object) -> None:
-        """Keep references: the allocator would wait for events that a host which is far ahead hasn't seen yet."""
+        """Keep references to tensors that the running body of ``beside`` uses."""
         if self._keeping is not None:
             self._keeping += used
 
     def limit(self, most: int) -> None:
-        """Have home wait, in the order in which tensors were kept."""
+        """Make home wait for the oldest work beside it, and release its tensors, until ``most`` parts are left."""
         while len(self._kept) > most:
             end, _ = self._kept.popleft()
             self._home.wait_event(end)
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Record the gradients with the allocator if any came on another stream than home."""
+        """Record gradients with the allocator if any came on another stream than home."""
         if self._others_seen:
             for gradient in gradients:
                 if gradient is not None and gradient.device == self._device:
                     gradient.record_stream(self.current())
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
-        """Run the body on home, which first waits for the current stream and those of gradients."""
+        """Return a context that runs its body on home, after the current stream and those of gradients."""
         current = self.current()
         if current == self._home and not self._producers:
             return nullcontext()
@@ -153,7 +153,7 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the body on a stream that is used for nothing else."""
+        """Run the body on the stream beside home, after home and the current stream; nested calls stay there."""
         if self._keeping is not None:  # within what is done there
             yield
             return
@@ -172,22 +172,22 @@ class DeviceStreams(Streams):
                 self._kept.append((self._recorded(self._beside), kept))
 
     def join(self) -> None:
-        """Have both wait, if there was any work beside home."""
+        """Make home and the current stream wait for the stream beside home, if that was used."""
         if self._beside is not None:
             for stream in {self._home, self.current()}:
                 stream.wait_stream(self._beside)
             self._kept.clear()
 
     def captures(self) -> bool:
-        """Ask the device's module; one that has no such function has no graphs."""
+        """Return whether a graph captures the current stream; False for devices without graphs."""
         return hasattr(self._api, "is_current_stream_capturing") and self._api.is_current_stream_capturing()
 
     def mark(self) -> Mark:
-        """Record an event."""
+        """Record an event on the current stream, and return it as a mark."""
         return _DeviceMark(self, self._recorded(self.current()))
 
     def _recorded(self, stream: Any) -> Any:
-        """Return an event at the end of the stream's present work."""
+        """Record an event on ``stream``, and return it."""
         event = self._api.Event()
         event.record(stream)
         return event

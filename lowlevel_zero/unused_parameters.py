@@ -33,7 +33,7 @@ _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 
 
 class UnusedParameters:
-    """What this rank may have gradients for, and what the ranks have together.
+    """Detects which parameters a backward will reach, and exchanges them and the presence map between ranks.
 
     Args:
         parameters: the records.
@@ -53,10 +53,10 @@ class UnusedParameters:
         self.detecting = False
         self.lacked = False
 
-    # ---- what this rank may have gradients for ----
+    # ---- this rank's gradients ----
 
     def reached(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None) -> set[int]:
-        """Indices of the parameters that a backward from ``loss`` may give a gradient, as far as can be told."""
+        """Return the indices of the parameters that a backward from ``loss`` may reach, by walking the graph."""
         if not loss.requires_grad:
             return set()
         leaves = [loss] if loss.grad_fn is None else _leaves(loss.grad_fn)
@@ -70,20 +70,20 @@ class UnusedParameters:
         return {each.index for each in found if each.shard_group == self._number and each.p32.requires_grad}
 
     def learn(self, indices: Collection[int]) -> None:
-        """Gradients of these came, and the graph hadn't shown them: name them always."""
+        """Add parameters whose gradients came though the graph didn't show them; they are always named."""
         self._learnt.update(indices)
 
-    # ---- what the ranks have together ----
+    # ---- exchange between ranks ----
 
     def announce_sync(self, named: Collection[int] | None) -> Work[bytes]:
-        """Start telling the others what a sync may carry on this rank (None: anything); the result: on some rank."""
+        """Start exchanging which parameters a sync may carry; None: any. The result: on some rank. Communicates."""
         used = bytearray(b"\1" * len(self._records) if named is None else len(self._records))
         for index in named or ():
             used[index] = 1
         return self._exchange(used)
 
     def exchange_presence(self) -> Work[bytes]:
-        """Start telling the others what has had a gradient here since ``zero_grad``; the result: on some rank."""
+        """Start exchanging the presence map: which parameters had a gradient on some rank. Communicates."""
         return self._exchange(bytearray([record.worked for record in self._records]))
 
     def _exchange(self, used: bytearray) -> Work[bytes]:
@@ -96,24 +96,24 @@ class UnusedParameters:
 
         return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
 
-    # ---- when ----
+    # ---- switching detection on ----
 
     def end_step(self) -> bool:
-        """Between two steps, of which the last has ``lacked`` a gradient: detect; whether it starts now."""
+        """Switch detection on between steps, since a gradient lacked; return whether it was off."""
         starts = not self.detecting
         self.detecting = True
         self.lacked = False
         return starts
 
     def restore(self, detecting: bool) -> None:
-        """Go on as another run did, between two steps. All ranks call it alike."""
+        """Continue with another run's setting of detection, between two steps."""
         self.detecting = detecting
         self._learnt.clear()
         self.lacked = False
 
 
 def _leaves(root: Node) -> list[Tensor]:
-    """The leaf tensors of the graph under ``root``, in about a fifth of a microsecond a node."""
+    """Return the leaf tensors of the graph under ``root``."""
     leaves: list[Tensor] = []
     seen = {root}
     front = [root]

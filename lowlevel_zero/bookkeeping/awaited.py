@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def _of(name: str) -> Any:
-    """A property of tensors, itself."""
+    """Return an attribute of ``Tensor``: a property object or a method."""
     return getattr(Tensor, name)
 
 
@@ -48,13 +48,13 @@ _Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 class AwaitedParameter(nn.Parameter):
-    """A parameter until its new values are there; then it is an ``nn.Parameter`` again."""
+    """The class of a parameter while its new values are gathered; afterwards it is an ``nn.Parameter`` again."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Wait for what ``func`` is about to read, and call it."""
+        """Wait for the parameters that ``func`` will read, and call it."""
         kwargs = kwargs or {}
         if func not in _HARMLESS:
             for p in list(_awaited_in([args, kwargs])):
@@ -65,23 +65,23 @@ class AwaitedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def as_subclass(self, cls: type[_Tensor]) -> _Tensor:
-        """Return a view of the new values as ``cls``; torch's own method bypasses ``__torch_function__``."""
+        """Wait for the new values, and return a view of them as ``cls``."""
         wait_for(self)
         return self.as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the new values."""
+        """Wait for the new values, and return a copy of them."""
         wait_for(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the new values."""
+        """Wait for the new values, and pickle them."""
         wait_for(self)
         return self.__reduce_ex__(protocol)
 
 
 def can_be_awaited(parameters: Iterable[Tensor]) -> bool:
-    """Return whether no use of ``parameters`` can go unnoticed.
+    """Return whether every read of ``parameters`` can be noticed, so that their gather may overlap the forward.
 
     Subclasses, compiled code, TorchScript and CUDA graphs have ways of their own to read a parameter.
     """
@@ -90,7 +90,7 @@ def can_be_awaited(parameters: Iterable[Tensor]) -> bool:
 
 
 def defer_until_read(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    """Have ``wait`` called before anybody reads one of ``parameters``; it has to call ``arrived``."""
+    """Make ``parameters`` call ``wait`` before they are read; ``wait`` has to call ``arrived``."""
     _let_compiler_wait()
     for p in parameters:
         _waits[p] = wait
@@ -98,14 +98,14 @@ def defer_until_read(parameters: Iterable[Tensor], wait: Callable[[], None]) -> 
 
 
 def arrived(parameters: Iterable[Tensor]) -> None:
-    """The values are there (or about to be written by the caller)."""
+    """Make awaited parameters ordinary ones again: their values are there, or about to be written."""
     for p in parameters:
         if _waits.pop(p, None) is not None:
             p.__class__ = nn.Parameter
 
 
 def wait_for(p: Tensor) -> None:
-    """Return when ``p`` may be read."""
+    """Wait until ``p`` may be read; returns at once if it isn't awaited."""
     wait = _waits.get(p)
     if wait is not None:
         # A mode of the reader's (FakeTensorMode, a default device) isn't meant for what we do.
@@ -125,7 +125,7 @@ def _awaited_in(values: Any) -> Iterator[AwaitedParameter]:
 
 
 def _compiler_at_work() -> bool:
-    """Whether ``torch.compile`` has compiled something: its code would be made anew for a parameter's other class."""
+    """Return whether ``torch.compile`` has compiled something in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return _compiling.seen or (dynamo is not None and any(dynamo.counters.get(kind) for kind in ("frames", "stats")))
 
@@ -136,14 +136,14 @@ _MODULES = "__torch__.torch.nn."
 
 
 def _torchscript_at_work() -> bool:
-    """Return whether this process has scripted or traced something, which asks no ``__torch_function__``."""
+    """Return whether this process has scripted or traced something besides known libraries' functions."""
     compiled: Any = torch.jit._state._python_cu
     names = (function.qualified_name for function in compiled.get_functions())
     return any(_MODULES in name or not name.startswith(_SCRIPTED_BY_LIBRARIES) for name in names)
 
 
 class _Compiling:
-    """Waits for all parameters before ``torch.compile`` looks at any, and remembers that it has been at work."""
+    """A callback that waits for all parameters before ``torch.compile`` starts, and remembers that it has."""
 
     seen = False
 
@@ -157,7 +157,7 @@ _compiling = _Compiling()
 
 
 def _let_compiler_wait() -> None:
-    """``torch.optim`` has imported it by now, if anybody does; ``torch._dynamo.reset`` forgets callbacks."""
+    """Register the callback with ``torch.compile``, if that has been imported."""
     dynamo = sys.modules.get("torch._dynamo.callback")
     if dynamo is not None and _compiling not in dynamo.callback_handler.start_callbacks:
         dynamo.callback_handler.register_start_callback(_compiling)

@@ -1,4 +1,4 @@
-"""The bucket plan: which parameters travel together, in what order, decided once and alike on every rank.
+"""The bucket plan: which parameters are reduced and gathered together, and in what order, alike on every rank.
 
 The first half is pure arithmetic. The buffer of two parameters with slices of 2 and 3 elements, on two ranks::
 
@@ -27,7 +27,7 @@ _PLANS_KEPT = 64
 
 
 class Item(NamedTuple):
-    """One parameter, as far as the plan depends on it."""
+    """The facts about one parameter that the plan depends on."""
 
     split: Split
     kind: Hashable  # only parameters of one kind (device, dtypes, owner) can share a buffer
@@ -45,7 +45,7 @@ class PlannedBucket:
         members: indices of the parameters, in the buffer's order.
         sizes: the members' slice sizes.
         in_place: the one member is reduced straight from its gradient.
-        fp8: it travels in fp8.
+        fp8: whether the bucket travels in fp8.
         row: columns of the buffer.
     """
 
@@ -58,18 +58,18 @@ class PlannedBucket:
 
     @cached_property
     def body(self) -> int:
-        """Columns that the slices take."""
+        """Return the number of columns that the slices take."""
         return sum(self.sizes)
 
     @property
     def starts(self) -> list[int]:
-        """Each slice's first column."""
+        """Return each slice's first column."""
         return list(accumulate(self.sizes, initial=0))[:-1]
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets in their order, and the bucket of each parameter (-1: an empty or left out one has none)."""
+    """Buckets in their order, and the bucket of each parameter; -1 for a parameter that is empty or left out."""
 
     buckets: tuple[PlannedBucket, ...]
     bucket_of: tuple[int, ...]
@@ -86,7 +86,7 @@ def make_plan(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> 
 
 
 def completed(came: Sequence[int], count: int) -> list[int]:
-    """Return ``came`` with the missing ones of ``range(count)``, each behind the next higher: backward goes down."""
+    """Return ``came`` with the missing numbers of ``range(count)``, each behind the next higher one."""
     absent = set(range(count)).difference(came)
     order = []
     for index in (count, *came):
@@ -98,7 +98,7 @@ def completed(came: Sequence[int], count: int) -> list[int]:
 
 
 def narrowed(plan: BucketPlan, used: Sequence[int], alignments: Sequence[Alignment]) -> BucketPlan:
-    """``plan``, of parameters with these ``alignments``, without those whose entry in ``used`` is 0.
+    """Return ``plan`` without the parameters whose entry in ``used`` is 0, and without buckets that become empty.
 
     Buckets that hold no other go.
     """
@@ -113,7 +113,7 @@ def narrowed(plan: BucketPlan, used: Sequence[int], alignments: Sequence[Alignme
 
 
 def _finished(buckets: list[PlannedBucket], count: int) -> BucketPlan:
-    """The plan of these buckets, for ``count`` parameters."""
+    """Return the plan of these buckets, for ``count`` parameters."""
     bucket_of = [-1] * count
     for bucket in buckets:
         for index in bucket.members:
@@ -122,7 +122,7 @@ def _finished(buckets: list[PlannedBucket], count: int) -> BucketPlan:
 
 
 def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list[list[int]]:
-    """Return indices by bucket; buckets that are open at the end close in the order of their last member."""
+    """Group indices into buckets; buckets that are open at the end close in the order of their last member."""
     closed: list[list[int]] = []
     open_of: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}
@@ -152,10 +152,10 @@ def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size:
 
 
 class PlanState(NamedTuple):
-    """The order of gradients that the first steps have taught, by parameter index.
+    """The order of gradients that the first steps have shown, by parameter index.
 
     Attributes:
-        order: as rank 0's first backward had it: what came, then what didn't.
+        order: the order of rank 0's first backward: gradients that came, then parameters without one.
         came: how many came.
         repeats: parameters whose gradient came more than once in one backward.
         detecting: unused parameters are being detected.
@@ -168,7 +168,7 @@ class PlanState(NamedTuple):
 
 
 class LearntPlan:
-    """Which parameters travel together, in what order, alike on all ranks.
+    """The bucket plan in force: reverse registration order first, then the order of rank 0's first backward.
 
     Args:
         records: the parameters, by index.
@@ -179,7 +179,7 @@ class LearntPlan:
     Attributes:
         whole: the buckets of all parameters.
         known: the order is that of rank 0's first backward.
-        order: what came in it, then what didn't.
+        order: the parameters whose gradients came in it, then the others.
         came: how many came.
     """
 
@@ -195,23 +195,23 @@ class LearntPlan:
         self.restore()
 
     def restore(self, order: Sequence[int] = (), came: int = 0) -> None:
-        """Have the order from another run; none: learn it anew."""
+        """Take over an order from another run; without one, forget the order, and learn it again."""
         self._first: Sequence[int] | None = None
         self.known = len(order) > 0
         self.order = list(order)
         self.came = came
 
     def state(self, repeats: Iterable[int], detecting: bool) -> PlanState:
-        """Return the state that a known plan follows from."""
+        """Return what must be saved of a known order. Doesn't communicate."""
         return PlanState(self.order, self.came, list(repeats), detecting)
 
     def saw(self, arrivals: Sequence[int]) -> None:
-        """Note the order in which one sync's gradients came; the first sync of a run counts."""
+        """Note the order in which a sync's gradients came; only the first call of a run counts."""
         if self._first is None:
             self._first = arrivals
 
     def learn(self) -> None:
-        """Take over rank 0's order. All ranks call it; it communicates."""
+        """Take over the order of rank 0's first backward. Communicates: all ranks call it."""
         count = len(self._records)
         came = dict.fromkeys(self._first or reversed(range(count)))
         lacked = [index for index in range(count) if index not in came]
@@ -219,7 +219,7 @@ class LearntPlan:
         self.known = True
 
     def follow(self, detecting: bool) -> None:
-        """Fill buckets in the order in which gradients are expected now.
+        """Fill buckets in the known order; ``detecting``: gradients that didn't come are placed among the others.
 
         What didn't come takes its place among the others if it is known beforehand when it will; else it is last.
         """
@@ -230,7 +230,7 @@ class LearntPlan:
             self.fill(completed(self.order[: self.came], count) if detecting else self.order)
 
     def fill(self, order: Sequence[int]) -> None:
-        """Fill buckets with these parameters in this order."""
+        """Group all parameters into buckets in this order."""
         self._alignments = [alignment_of(record.communication_dtype, self._wide_rows) for record in self._records]
         items = [
             Item(record.split, record.kind, record.communication_dtype == record.p.dtype, record.fp8, alignment)
@@ -240,7 +240,7 @@ class LearntPlan:
         self.whole = make_plan(items, order, self._bucket_size)
 
     def of(self, used: bytes) -> BucketPlan:
-        """The buckets of the parameters whose byte isn't 0."""
+        """Return the plan of the parameters whose byte in ``used`` isn't 0."""
         if used not in self._narrowed:
             if len(self._narrowed) == _PLANS_KEPT:
                 self._narrowed.clear()

@@ -1,4 +1,4 @@
-"""The gradient store: reduced buckets, accumulated over micro-batches, until the step and beyond, to ``zero_grad``."""
+"""The gradient store: reduced buckets, summed over micro-batches, until ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Edit: TypeAlias = Callable[[Tensor], object]
 
 
 class GradientStore:
-    """Keeps what reductions leave, by bucket: summed over the ranks and times the loss scale.
+    """Keeps reduced gradients by bucket: summed over ranks and micro-batches, and times the loss scale.
 
     The first micro-batch's is kept as the reduction left it, in the buffer's dtype; further ones are added in fp32. A
     record's ``g`` is its part of its bucket's shard, so that averaging, unscaling, clipping and adding take one
@@ -54,7 +54,7 @@ class GradientStore:
     # ---- what reductions leave ----
 
     def accumulate(self, bucket: Bucket, total: Tensor) -> None:
-        """Take a reduced bucket as one more micro-batch: its sum, this rank's row or all."""
+        """Add a reduced bucket as one more micro-batch; further ones are summed in fp32. Doesn't communicate."""
         self.version += 1
         before = list(dict.fromkeys(map(self._bucket_of.get, bucket.planned.members)))
         kept = before[0]
@@ -73,7 +73,7 @@ class GradientStore:
         self._bucket_of.update(dict.fromkeys(bucket.planned.members, bucket))
 
     def _merge(self, bucket: Bucket, total: Tensor, before: Sequence[Bucket | None]) -> None:
-        """Add a bucket to the sums ``before``, member by member, where their members differ from the bucket's."""
+        """Add a bucket to the sums ``before``, member by member, since their members differ."""
         parts = dict(zip(bucket.planned.members, bucket.split(total), strict=True))
         for kept in before:
             if kept is not None:
@@ -90,7 +90,7 @@ class GradientStore:
             self._enter(apart)
 
     def _raw(self, bucket: Bucket) -> Tensor:
-        """Return a bucket's unscaled sums in fp32 at least, to be added to; ``hold`` has to follow.
+        """Return a bucket's unscaled sums, fp32 at least, to be added to; the caller must call ``hold``.
 
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
@@ -103,16 +103,16 @@ class GradientStore:
         return sums
 
     def _bucket_apart(self, records: Sequence[ShardedParameter]) -> Bucket:
-        """Return a bucket outside of the plan, for members that came in a bucket with others than before."""
+        """Return a new bucket, outside of the plan, for these records."""
         sizes = tuple(record.split.slice_size for record in records)
         return self._new_bucket(
             PlannedBucket(-1, tuple(record.index for record in records), sizes, sum(sizes)), records
         )
 
-    # ---- what the step takes ----
+    # ---- for the step ----
 
     def sums(self) -> list[Bucket]:
-        """Return the buckets with gradients, with their sums as reductions leave them.
+        """Return the buckets with gradients; scaled ones get their plain sums back, and lose other ranks' rows.
 
         A bucket that has been scaled lets go of other ranks' rows: to multiply them too would take ``world_size`` times
         as long.
@@ -125,7 +125,7 @@ class GradientStore:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether gradients are here that a step has used."""
+        """Return whether there are gradients that a step has used."""
         return BucketState.STEPPED in [bucket.state for bucket in self.buckets]
 
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
@@ -133,7 +133,7 @@ class GradientStore:
         return self._bucket_of.get(record.index) if record.worked else None
 
     def norms(self, norm_type: float, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Return the norm of this rank's slice of each averaged, unscaled gradient: 0-d, by index; 0 without one."""
+        """Yield the norm of this rank's slice of each averaged, unscaled gradient, 0-d; 0 without one."""
         none = torch.zeros((), dtype=dtype, device=self._records[0].padded.device)
         found: dict[int, Tensor] = {}
         for bucket in self.buckets:
@@ -145,7 +145,7 @@ class GradientStore:
         return (found.get(record.index, none) for record in self._records)
 
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
-        """Multiply some parameters' gradients; a factor for a whole bucket is kept, and applied at the next use."""
+        """Multiply some parameters' gradients by ``factor``; a whole bucket only notes it. Doesn't communicate."""
         for bucket, some in self._by_bucket(records).items():
             if len(set(some)) == len(some) == len(bucket.working()):
                 bucket.scale = self._scale(bucket) * factor
@@ -154,14 +154,14 @@ class GradientStore:
                     own.mul_(factor.to(own.device) if isinstance(factor, Tensor) else factor)
 
     def zero(self, records: Sequence[ShardedParameter]) -> None:
-        """Make some parameters' gradients zeros; one that has a gradient goes on having one."""
+        """Set some parameters' gradients to zeros; a parameter that had a gradient keeps having one."""
         self._zero_sums(self._by_bucket(records))
         for record in records:
             if record.pending is not None:
                 record.pending = torch.zeros_like(record.pending, requires_grad=False)
 
     def drop(self, records: Sequence[ShardedParameter]) -> None:
-        """Forget some parameters' sums, and the buckets in which no other is left.
+        """Drop some parameters' sums, and buckets that have no others left. Doesn't communicate.
 
         Every rank drops the same ones behind the same reductions, so all ranks keep the same buckets in the same order.
         """
@@ -173,7 +173,7 @@ class GradientStore:
         self._zero_sums({bucket: found[bucket] for bucket in self.buckets if bucket in found})
 
     def _zero_sums(self, found: Mapping[Bucket, Collection[ShardedParameter]]) -> None:
-        """Make the sums of some parameters of each bucket zeros, on as many ranks as it has them of.
+        """Set the sums of some parameters of each bucket to zeros, after applying the bucket's scale.
 
         A factor of the whole bucket is applied to the others first: times one that isn't finite zeros would be NaN.
         """
@@ -190,7 +190,7 @@ class GradientStore:
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.planned.members}
 
     def _by_bucket(self, records: Iterable[ShardedParameter]) -> dict[Bucket, list[ShardedParameter]]:
-        """Return by bucket the records that have a gradient, which is about to be changed."""
+        """Group the records that have a gradient by bucket, and count a change of gradients."""
         self.version += 1
         found: dict[Bucket, list[ShardedParameter]] = {}
         for record in records:
@@ -200,7 +200,7 @@ class GradientStore:
         return found
 
     def edit(self, records: Iterable[ShardedParameter], edits: Mapping[ShardedParameter, Iterable[Edit]]) -> None:
-        """Make edits of averaged, unscaled gradients ``g``, each ``[n]`` without padding, where steps are taken.
+        """Apply ``edits`` to this rank's averaged, unscaled gradients, each ``[n]`` without padding.
 
         In fp16 an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
         whatever has been made of its gradients.
@@ -213,7 +213,7 @@ class GradientStore:
                 own.copy_(torch.where(before.isfinite(), own, before))
 
     def _edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Yield the records that have a gradient, each with its ``g`` to be written to.
+        """Yield the records that have a gradient, with this rank's slice, averaged and unscaled, to write to.
 
         Others' rows are let go: to edit them too would take ``world_size`` times as long.
         """
@@ -225,7 +225,7 @@ class GradientStore:
                 yield record, bucket.part_of(record, bucket.row)[: stop - start]
 
     def _averaged_row(self, bucket: Bucket) -> Tensor:
-        """A bucket's gradients, averaged and unscaled, fp32 at least: its own row where they are there already."""
+        """Return a bucket's own row, averaged and unscaled, in fp32 at least."""
         row, scale = at_least_fp32(bucket.to_step()), self._scale(bucket)
         if isinstance(scale, Tensor):
             self._streams.keep([scale])
@@ -238,7 +238,7 @@ class GradientStore:
     # ---- what stands for them in ``p.grad`` ----
 
     def touched(self) -> list[ShardedParameter]:
-        """Return the records with a ``.grad`` that a backward or its caller has left there, and those without any."""
+        """Return the records whose ``.grad`` isn't the sharded gradient that was shown there last."""
         return [
             record
             for record in self._records
@@ -250,9 +250,9 @@ class GradientStore:
     def hide_cleared(
         self, touched: Iterable[ShardedParameter], in_flight: Collection[Bucket]
     ) -> list[ShardedParameter]:
-        """Hide gradients, of those ``touched``, whose ``p.grad`` was set to None since, as by ``model.zero_grad()``.
+        """Hide the gradients whose ``p.grad`` was set to None since, as by ``model.zero_grad()``.
 
-        There may be what a backward has left since.
+        A later backward may have left another gradient there.
 
         Returns:
             The records of which there is a sum, which is to be dropped, or one ``in_flight``.
@@ -272,21 +272,21 @@ class GradientStore:
         return [record for record in cleared if record.index in held]
 
     def take_out(self) -> None:
-        """Take sharded gradients out of ``p.grad`` until ``put_back``: a backward would add to each by a call."""
+        """Take sharded gradients out of ``p.grad`` until ``put_back``, so that a backward leaves plain ones."""
         for record in self._records:
             if record.shown is not None and record.p.grad is record.shown and record.pending is None:
                 record.p.grad = record.shown = None
                 self.taken_out.append(record)
 
     def put_back(self) -> None:
-        """Have those be ``p.grad`` again for which no further gradient has been reduced since."""
+        """Put the sharded gradients back into ``p.grad`` that no newer one has replaced."""
         for record in self.taken_out:
             if record.shown is None:
                 record.show()
         self.taken_out.clear()
 
     def take_assigned(self, touched: Iterable[ShardedParameter]) -> dict[ShardedParameter, Tensor]:
-        """Return the gradients that callers have assigned to ``p32.grad``, ``[s]``; None drops one, as of ``p.grad``.
+        """Return the gradients that callers assigned to ``p32.grad``, ``[s]``; None drops ``p.grad``.
 
         ``p32.grad`` stands for ``g`` again afterwards.
         """
@@ -304,7 +304,7 @@ class GradientStore:
     # ---- who had one ----
 
     def resolve(self, present: Sequence[int]) -> None:
-        """Mark parameters that some rank used as worked, and drop the gradients of all others, whose sums are zeros.
+        """Mark parameters that some rank used as worked, and drop all other parameters' gradients.
 
         Args:
             present: the presence map: by index, not 0 where some rank had a gradient.
@@ -323,25 +323,25 @@ class GradientStore:
     # ---- what callers see ----
 
     def averaged(self, record: ShardedParameter) -> Tensor | None:
-        """The slice of the averaged, unscaled gradient, ``[s]``, fp32 at least, or None; a new tensor."""
+        """Return this rank's slice of an averaged, unscaled gradient, ``[s]``, as a new tensor, or None."""
         bucket = self.bucket_of(record)
         if bucket is None:
             return None
         return at_least_fp32(bucket.fetch(bucket.part_of(record, bucket.row))) * self._scale(bucket)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
-        """The same of every rank, ``[world_size, s]``, where it is kept (stage 1, before the step), or None."""
+        """Return all ranks' slices of an averaged gradient, ``[world_size, s]``, if they are here, or None."""
         bucket = self.bucket_of(record)
         if bucket is None or bucket.rows is None:
             return None
         return at_least_fp32(bucket.part_of(record, bucket.rows)) * self._scale(bucket)
 
     def held(self) -> list[Tensor]:
-        """The tensors of all sums."""
+        """Return the tensors of all sums."""
         return [held for bucket in self.buckets for held in (bucket.rows, bucket.row) if held is not None]
 
     def clear(self) -> None:
-        """Forget all gradients, those in ``p.grad`` included."""
+        """Drop all gradients, also those in ``p.grad``. Doesn't communicate."""
         self.version += 1
         self.buckets.clear()
         self._bucket_of.clear()
@@ -349,7 +349,7 @@ class GradientStore:
 
 
 def _like(sums: Tensor, total: Tensor, bucket: Bucket) -> Tensor:
-    """Return ``total``, of ``bucket``, or this rank's row of it where ``sums`` aren't all ranks'."""
+    """Return ``total``, or only this rank's row of it if ``sums`` has one row."""
     return bucket.own_row(total) if total.dim() > sums.dim() else total
 
 

@@ -1,4 +1,4 @@
-"""A model's own names of its tensors, without the wrappers around the model or around modules in it.
+"""Names of a model's tensors without the wrappers around the model or around modules in it.
 
 ``torch.compile``, activation checkpointing, ``DistributedDataParallel`` and their like are modules that hold another
 one, and put the name of that attribute into every name below. Whether a run uses them must not show in what it saves.
@@ -28,12 +28,12 @@ _WRAPPERS = {
 
 
 class NamedModule(NamedTuple):
-    """A module of a model, by one of the paths to it.
+    """A module of a model, with its name along one of the paths to it.
 
     Attributes:
         name: its own name; empty for the model, and for what wrappers around that hold.
         key: what its entries in ``model.state_dict()`` begin with; activation checkpointing leaves itself out there.
-        module: it; a wrapper and what that holds have one name.
+        module: the module; a wrapper has the name of the module that it wraps.
     """
 
     name: str
@@ -42,12 +42,12 @@ class NamedModule(NamedTuple):
 
 
 def named_modules(model: nn.Module) -> Iterator[NamedModule]:
-    """Every module of ``model``, which may be a wrapper, by every path to it."""
+    """Yield every module of ``model``, by every path to it; wrappers don't add to names."""
     return _named_modules(NamedModule("", "", model))
 
 
 def named_tensors(model: nn.Module, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Every own name of every parameter, and then of every buffer; ``persistent``: of those in a state dict alone."""
+    """Yield every name of every parameter, and then of every buffer, with the tensor."""
     everywhere = list(named_modules(model))
     for name, _, module in everywhere:
         yield from ((joined(name, own), p) for own, p in module._parameters.items() if p is not None)
@@ -58,7 +58,7 @@ def named_tensors(model: nn.Module, persistent: bool = False) -> Iterator[tuple[
 
 
 def own_names(model: nn.Module | None) -> dict[Tensor, str]:
-    """The first own name of every parameter, and then of every buffer; none without a model."""
+    """Map every parameter, and then every buffer, to its first name; empty without a model."""
     found: dict[Tensor, str] = {}
     for name, tensor in () if model is None else named_tensors(model):
         found.setdefault(tensor, name)
@@ -66,7 +66,7 @@ def own_names(model: nn.Module | None) -> dict[Tensor, str]:
 
 
 def parameter_names(groups: Iterable[Iterable[Tensor]], model: nn.Module | None) -> dict[Tensor, str]:
-    """A name for each parameter of param ``groups``: the model's own, else its place there."""
+    """Map each parameter of param ``groups`` to a name: the model's, else its place in the groups."""
     of_model = own_names(model)
     return {
         p: of_model.get(p, f"param_groups[{at}]['params'][{place}]")
@@ -76,7 +76,7 @@ def parameter_names(groups: Iterable[Iterable[Tensor]], model: nn.Module | None)
 
 
 def state_dict_for(model: nn.Module, state_dict: Mapping[str, T]) -> dict[str, T]:
-    """``state_dict`` with the names that ``model.load_state_dict`` expects, whatever wraps one of the two.
+    """Return ``state_dict`` with the names that ``model.load_state_dict`` expects, whatever wraps either.
 
     So a plain model's loads into one that is compiled, and the other way round. What the model doesn't have keeps its
     name.
@@ -91,7 +91,7 @@ def state_dict_for(model: nn.Module, state_dict: Mapping[str, T]) -> dict[str, T
 
 
 def matched(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
-    """Return for each ``saved`` name, which may contain wrappers' attributes, the name among ``own`` that it means.
+    """Map each ``saved`` name, which may contain wrappers' attributes, to the name among ``own`` that it means.
 
     What stands for none of them keeps its name, but for attributes that nothing but a wrapper has.
     """
@@ -128,7 +128,7 @@ def _attribute_of(module: nn.Module) -> str | None:
 
 
 def _without_wrappers(name: str) -> Iterator[str]:
-    """Yield the names that ``name`` may mean without wrappers, likeliest first: ``module`` may be the model's own."""
+    """Yield the names that ``name`` may mean without wrappers, the likeliest first."""
     parts = [part for part in name.split(".") if part not in (_COMPILED, _CHECKPOINTED)]
     at = [place for place, part in enumerate(parts[:-1]) if part == _MODULE]
     for count in range(len(at) + 1):

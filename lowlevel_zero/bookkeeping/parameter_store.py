@@ -43,23 +43,23 @@ class ParameterStore:
 
     @property
     def on_host(self) -> bool:
-        """Whether all parameters are on the host, which is the same on all ranks."""
+        """Return whether all parameters are on the host, which is the same on all ranks."""
         return all(record.padded.device.type == "cpu" for record in self.records)
 
     def shard_group_of(self, tensor: Tensor) -> int:
-        """The index of the shard group of a parameter, trained or not, of its master slice, or of a buffer."""
+        """Return the index of the shard group of a parameter, master slice or buffer."""
         record = self._record_of.get(tensor)
         return self._shard_group_of.get(tensor, 0) if record is None else record.shard_group
 
     def add(self, record: ShardedParameter) -> None:
-        """Enter a record whose ``p32`` has its final form."""
+        """Add a record, whose ``p32`` has its final form."""
         self.records.append(record)
         self.by_shard_group[record.shard_group].append(record)
         self.slices[record.group].append(record.p32)
         self._record_of[record.p] = self._record_of[record.p32] = record
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
-        """Append a param group; members that another group had as frozen ones leave that group."""
+        """Append a param group; frozen members of earlier groups move to it."""
         taken = set(members)
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)
@@ -67,11 +67,11 @@ class ParameterStore:
         self.frozen = [p for group in self.groups for p in group if not (p.requires_grad or p in self._record_of)]
 
     def find(self, tensor: Tensor) -> ShardedParameter | None:
-        """The record of a working parameter, or of a master slice, or None."""
+        """Return the record of a parameter, or of a master slice, or None."""
         return self._record_of.get(tensor)
 
     def __getitem__(self, tensor: Tensor) -> ShardedParameter:
-        """The record of a working parameter, or of a master slice; ``ValueError`` if it has none."""
+        """Return the record of a parameter, or of a master slice; ``ValueError`` if there is none."""
         record = self._record_of.get(tensor)
         if record is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Storages: the memory behind parameters: each one's own, padded, and read in the order in which it lies."""
+"""Storages: the memory behind parameters, which is padded so that the ranks divide it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..partition import Split
 
 
 def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor``'s elements in the order in which the dense ``like``, of the same shape, holds its own."""
+    """Return ``tensor``'s elements, 1-D, in the order in which the dense ``like`` lies in memory."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if like.is_contiguous():
@@ -23,10 +23,10 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
-    """Give ``p`` a storage without other tensors' bytes, and return it with its padding, 1-D.
+    """Move ``p`` to a storage that holds nothing else, and return the memory with padding, 1-D.
 
     The storage of ``p`` is exactly its bytes of it, as writers of files expect (safetensors saves no tensor that leaves
-    some of its storage out). What is returned keeps all of it alive.
+    some of its storage out). The returned tensor keeps all of it alive.
 
     A storage that holds the elements of ``p`` and not a byte more is kept, if there is nothing to pad: what else looks
     at this memory (``p.data`` taken before, a numpy array, another process) goes on following ``p``, as in plain torch.
@@ -48,7 +48,7 @@ def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
 
 
 def move_onto(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
-    """Put ``p`` over ``padded``, with its values, on a storage of exactly its bytes; ``view`` is how it shows them."""
+    """Copy ``p``'s values to ``view``, and make ``p`` a view of ``padded`` with a storage of exactly its bytes."""
     view.copy_(p.detach())
     own = padded.untyped_storage()[: view.nbytes]
     p.data = torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())
@@ -64,7 +64,7 @@ def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]]:
-    """First and one-past-last byte of each dense parameter; a strided one may interleave with others."""
+    """Yield the first and one-past-last byte of each dense parameter, and its place."""
     for place, p in enumerate(parameters):
         start, stop = memory_of(p)
         if stop - start == p.nbytes:

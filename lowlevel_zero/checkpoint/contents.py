@@ -263,7 +263,7 @@ class Contents:
 
     @torch.no_grad()
     def load_objects(self, saved: SavedCheckpoint, undo: ExitStack) -> None:
-        """Load modules' extra states and optimizers' settings on this rank, which runs all of the caller's code.
+        """Load modules' extra states, optimizers' settings and unsplit states; fill ``undo``. Doesn't communicate.
 
         Slices of the optimizers' states have no values until ``read``. ``undo`` gets what takes it all back.
         """
@@ -325,7 +325,7 @@ class _Owner(NamedTuple):
 
 
 def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _Owner]:
-    """Map each parameter to the optimizer that trains it, or else to the first one with it in a param group."""
+    """Map each parameter to the optimizer that trains it (raises if two do), or to the first with it in a group."""
     found: dict[Tensor, _Owner] = {}
     for name, optimizer in optimizers.items():
         store = optimizer.sharded_parameters

@@ -125,7 +125,7 @@ def read_objects(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]
 
 
 def packed(value: object, what: str) -> bytes:
-    """Return ``value`` as ``torch.save`` writes it.
+    """Return ``value`` as ``torch.save`` writes it; raise if ``torch.load(weights_only=True)`` refuses it.
 
     Raises:
         TypeError: ``torch.load(weights_only=True)`` would not take it back.

@@ -39,7 +39,7 @@ def group_of(given: Any) -> ShardGroup:
 
 
 def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
-    """Return the optimizers by name.
+    """Check the optimizers that were given for a model, and return them by name. Doesn't communicate.
 
     Raises:
         TypeError: something isn't a module, an optimizer of this package's, or its name.
@@ -64,7 +64,7 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
 
 
 def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Any]:
-    """Return each optimizer's scheduler, or None.
+    """Check the schedulers that were given, and return each optimizer's, or None. Doesn't communicate.
 
     Raises:
         ValueError: ``scheduler`` isn't made up as ``optimizer`` is.

@@ -240,7 +240,7 @@ class Run(NamedTuple):
 def run_of(
     group: ShardGroup, optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = (), serial: int = 0
 ) -> Run:
-    """Return the run of these optimizers, extended by ``others`` and with a new serial number, and store it in them.
+    """Return the run of these optimizers, made if they have none, and store it in them. May communicate.
 
     The first call for optimizers communicates: the first rank names their run.
 

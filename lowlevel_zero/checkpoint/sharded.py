@@ -126,7 +126,7 @@ class Sharded(Stateful):
 
 
 def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
-    """Broadcast the model's persistent buffers from the first rank that shares them. Communicates."""
+    """Check that ranks have the same persistent buffers, and broadcast them from the first of them. Communicates."""
     tensors = () if optimizer.model is None else named_tensors(optimizer.model, persistent=True)
     names = {tensor: name for name, tensor in tensors}
     store = optimizer.sharded_parameters

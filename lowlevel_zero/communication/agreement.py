@@ -29,7 +29,7 @@ _moments = count()
 
 
 class Alike(NamedTuple):
-    """A requirement that holds on every rank, and the remedy where it doesn't, for messages."""
+    """A requirement that all ranks must meet alike, and the remedy if they don't, as text for messages."""
 
     what: str
     remedy: str
@@ -64,19 +64,19 @@ _WRITTEN = (
 
 
 class Digested(NamedTuple):
-    """Settings by name that must be alike on all ranks, and the digest that is compared in their place."""
+    """Settings by name, with the digest that the ranks compare instead of them."""
 
     settings: Mapping[str, str] = {}
     digest: bytes = b""
 
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> Digested:
-        """Return ``settings``, which are sorted by name, with their digest."""
+        """Return ``settings``, sorted by name, with their digest."""
         return cls(settings, hashlib.sha256("\n".join(map(": ".join, settings.items())).encode()).digest())
 
 
 class Call(NamedTuple):
-    """A call that all ranks make.
+    """A public call that all ranks make, as they agree on it.
 
     Attributes:
         name: names the call in messages.
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
 
 class SyncProgress(NamedTuple):
-    """The progress of one optimizer on a rank, and what its user has changed since the last agreement.
+    """One rank's progress in the step, and what its user has changed since the last agreement.
 
     Attributes:
         syncs: the number of gradient syncs that were closed in this step.
@@ -115,7 +115,7 @@ _NONE = SyncProgress()
 
 
 class _Statement(NamedTuple):
-    """A rank's account of its call: ranks compare digests of it, and exchange it once something is wrong.
+    """A rank's account of its call, which the ranks exchange if their digests differ.
 
     Attributes:
         name: the name of the call.
@@ -135,7 +135,7 @@ class _Statement(NamedTuple):
 
 
 class WrittenOnSome(RuntimeError):
-    """Some ranks alone have written parameters since the ranks agreed last; raised on all ranks.
+    """Raised on all ranks if only some have written parameters since the last agreement.
 
     Attributes:
         names: the parameters that were written on one rank or more, but not on all.
@@ -155,7 +155,7 @@ def agree(
     progress: SyncProgress = _NONE,
     failed: str = "",
 ) -> SyncProgress:
-    """Raise on every rank if one has an error, or if their ``lines`` differ; without lines, if their calls differ.
+    """Compare calls, or ``lines``, between ranks; raise on all if they differ or one has an error. Communicates.
 
     Ranks exchange a digest, of one size whatever the call, so ranks that make different calls meet here. They exchange
     their whole accounts only where something differs. Agreements of all optimizers over the same ranks have one order.
@@ -188,7 +188,7 @@ def agree(
 
 
 def raised_by_all(error: T, group: ShardGroup) -> T:
-    """Return ``error``, marked as one that every rank of ``group`` is about to raise."""
+    """Mark ``error`` as one that every rank of ``group`` raises, and return it."""
     vars(error)[_AGREED_IN] = (group.group.group_name, next(_moments))
     return error
 
@@ -199,14 +199,14 @@ def moment() -> int:
 
 
 def is_raised_by_all(error: BaseException, group: ShardGroup, since: int) -> bool:
-    """Return whether an agreement of ``group`` has raised ``error`` after the moment ``since``."""
+    """Return whether ``error`` was marked by an agreement of ``group`` after the moment ``since``."""
     name, agreed = vars(error).get(_AGREED_IN, ("", -1))
     return bool(name == group.group.group_name and agreed > since)
 
 
 @contextmanager
 def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[list[str]]:
-    """Run the body on every rank; if it raises on one of them, or their lines differ, all raise as ``agree`` does.
+    """Run the body on every rank; if it raises on one, or their lines differ, all ranks raise. Communicates.
 
     The body communicates on all ranks alike, whatever it raises, or not at all; it may be nested. It fills the list of
     lines that must be alike.
@@ -286,7 +286,7 @@ def _different_progress(done: Sequence[SyncProgress], ranks: Sequence[int]) -> E
 
 
 def _uneven(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Return the names that some ranks alone have, and the first of them with its ranks, in words."""
+    """Return the names that only some ranks have, and a text about the first of them."""
     every = dict.fromkeys(chain.from_iterable(by_rank))
     names = [name for name in every if any(name not in own for own in by_rank)]
     have = [rank for rank, own in zip(ranks, by_rank, strict=True) if names and names[0] in own]
@@ -309,7 +309,7 @@ def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> 
 
 
 def _calls_by_optimizer(statements: Sequence[_Statement]) -> list[str]:
-    """Return each rank's call in words, with the optimizer's number where there are several, and its last failure."""
+    """Return each rank's call as text, with the optimizer's number if there are several."""
     several = len({each.optimizer for each in statements}) > 1
     return [
         each.name

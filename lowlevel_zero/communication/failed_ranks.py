@@ -1,4 +1,4 @@
-"""Failed ranks: name the processes that have ended, for the error of the ranks that wait for them.
+"""Failed ranks: find processes of this host that have ended, and name them in the errors of ranks that wait.
 
 Ranks tell each other of their processes when they first meet. When a connection breaks, a rank looks which processes on
 its host have ended. Of other hosts it knows the rank at the other end of the connection.
@@ -33,22 +33,22 @@ _PATIENCE, _PAUSE = 1.0, 0.02
 
 
 class LostRank(RuntimeError):
-    """The process of another rank has ended: what needs all ranks can't be done any more."""
+    """The process of another rank has ended, or the connection to it is broken."""
 
 
 def remember_processes(processes: Mapping[int, Process]) -> None:
-    """Remember the processes of some ranks, by global rank."""
+    """Store the processes of some ranks, by global rank."""
     context_of(default_group()).processes.update(processes)
 
 
 def ended_ranks(ranks: Sequence[int]) -> list[int]:
-    """Return the global ``ranks`` that are processes of this host and have ended."""
+    """Return those of the global ``ranks`` whose processes are on this host and have ended."""
     known = context_of(default_group()).processes
     return [rank for rank in ranks if rank in known and known[rank].has_ended()]
 
 
 def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object) -> LostRank | None:
-    """Return the error that names the ranks of ``group`` which were lost in ``what``.
+    """Return the error that names the ranks lost in ``what``; None if ``error`` is no broken connection.
 
     None: ``error`` doesn't tell of a broken connection.
     """
@@ -64,12 +64,12 @@ def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return one rank or more in words."""
+    """Return ranks as text for a message."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def _ended_soon(ranks: Sequence[int]) -> list[int]:
-    """Return the ranks whose processes have ended, as soon as there are some; empty: this host sees none in time."""
+    """Wait up to a second for processes to end, and return the ranks whose processes have."""
     deadline, pause = runtime().now() + _PATIENCE, _PAUSE
     while not (found := ended_ranks(ranks)) and runtime().now() < deadline:
         runtime().sleep(pause)

@@ -19,13 +19,13 @@ def in_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def unpack(buffer: Tensor, rows: Sequence[Tensor]) -> None:
-    """Copy the columns of ``buffer`` (``[size, row]``) out into ``rows``, each ``[size, s]``: one multi-tensor call."""
+    """Copy the columns of ``buffer``, ``[size, row]``, into ``rows``, each ``[size, s]``, by one call."""
     sizes = [each.shape[1] for each in rows]
     torch.split_with_sizes_copy(buffer[:, : sum(sizes)], sizes, dim=1, out=list(rows))
 
 
 def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Copy 1-D ``pieces`` of one dtype into ``into``, cast to its dtype."""
+    """Copy 1-D ``pieces`` of one dtype end to end into ``into``, cast to its dtype."""
     if pieces[0].dtype == into.dtype:
         torch.cat(list(pieces), out=into)
     elif into.numel() < _TINY * len(pieces):
@@ -37,7 +37,7 @@ def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
 
 
 def take_apart(buffer: Tensor, pieces: Sequence[Tensor]) -> None:
-    """Copy what lies end to end in 1-D ``buffer`` out into 1-D ``pieces``: one multi-tensor call."""
+    """Copy consecutive parts of 1-D ``buffer`` into 1-D ``pieces``, by one call."""
     torch.split_with_sizes_copy(buffer, [piece.numel() for piece in pieces], out=list(pieces))
 
 
@@ -51,7 +51,7 @@ def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
 
 
 def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """Return the sum of two or more 1-D rows, in their order, 16-bit ones in fp32; a new tensor, or ``into``.
+    """Return the sum of 1-D rows, in their order, 16-bit ones summed in fp32; in a new tensor, or ``into``.
 
     Two 16-bit numbers are added right as they are: their sum is rounded once either way. More rows are added a
     block at a time, so that the sum stays in the cache.
@@ -79,7 +79,7 @@ def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, 1-D; a view where it is dense."""
+    """Return a tensor's bytes, 1-D; a view if the tensor is contiguous, else a copy."""
     if tensor.stride() == (1,):
         return tensor.detach().view(torch.uint8)
     dense = tensor.detach().contiguous()

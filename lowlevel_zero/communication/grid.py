@@ -1,4 +1,4 @@
-"""A grid of ranks: each rank has two process groups, an inner one, its row, and an outer one, its column."""
+"""A grid of ranks: each rank has an inner process group, its row, and an outer one, its column."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REMEDY = (
 
 
 def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, stall_timeout: float = 0.0) -> ShardGroup:
-    """Return the shard group of the caller's process groups.
+    """Return the shard group of one process group, or of two that form a grid. Communicates if there are two.
 
     Args:
         group: a process group; or the inner one of two; or both, ``(outer, inner)``. None: the default one.
@@ -70,7 +70,7 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, st
 
 
 def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
-    """Raise if ``hybrid_shard`` is chosen without two process groups."""
+    """Raise ``ValueError`` if ``hybrid_shard`` is chosen without two process groups."""
     if hybrid_shard and extra is None and not isinstance(group, (tuple, list)):
         raise ValueError(
             "hybrid_shard=True: expected two levels of ranks, got one: pass extra_dp_group, on whose ranks slices have "
@@ -79,13 +79,13 @@ def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object)
 
 
 class HybridGroup(ShardGroup):
-    """The ranks of a grid, each row of which holds all slices.
+    """The ranks of a grid, whose rows each hold all slices.
 
     Buffers travel in the groups of a row and of a column. Hosts agree over a group of all ranks.
 
     Args:
         outer: the column of this rank.
-        inner: its row.
+        inner: the row of this rank.
         ranks: the global ranks of the grid.
     """
 
@@ -100,7 +100,7 @@ class HybridGroup(ShardGroup):
         self.holders = [ranks[place :: self.size] for place in range(self.size)]
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
-        """Choose how buffers travel within a row, and across rows; all ranks call it."""
+        """Choose the backends within a row and across rows. Communicates: all ranks call it."""
         self._outer.connect(shared, sums_in_fp32, own)
         self._inner.connect(shared, sums_in_fp32, own)
         super().connect(shared=False, own=False)  # no buffers travel in the group of all ranks
@@ -113,27 +113,27 @@ class HybridGroup(ShardGroup):
         return Staged(hybrid) if staged else hybrid
 
     def describe_backend(self, device: torch.device) -> str | None:
-        """Return how buffers of ``device`` travel within rows and across them, in words."""
+        """Return as text how buffers of ``device`` travel within rows and across them."""
         across, within = self._outer.describe_backend(device), self._inner.describe_backend(device)
         return None if within is None else f"{within} within rows, {across} across them"
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes of buffers that this rank has sent, and of these what crossed rows as ``..._outer``."""
+        """Return the bytes of buffers that this rank has sent; ``..._outer``: those that crossed rows."""
         sent = super().traffic()
         across = 2 * (self._outer.size - 1) * self._rows["reduce"] // self._outer.size
         return {**sent, "reduce": sent["reduce"] + across, "reduce_outer": across, "gather_outer": 0}
 
     def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
-        """Overwrite ``tensors`` with the first row's across rows, and then with the first rank's within rows."""
+        """Broadcast the first row's values across rows, and then the first rank's within rows. Communicates."""
         self._outer.broadcast(tensors, by_way_of)
         self._inner.broadcast(tensors, by_way_of)
 
     def held(self) -> list[Tensor]:
-        """Return the memory that is held for buffers within a row and across rows."""
+        """Return the memory held for buffers within a row and across rows."""
         return [*self._outer.held(), *self._inner.held()]
 
     def trim(self, for_good: bool = False) -> None:
-        """Give back memory of buffers within a row and across rows."""
+        """Free idle memory of buffers within a row and across rows."""
         self._outer.trim(for_good)
         self._inner.trim(for_good)
 
@@ -142,7 +142,7 @@ class HybridGroup(ShardGroup):
 
 
 def _find_grid(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[int]]:
-    """Return the outer and the inner group, and the global ranks of the grid.
+    """Return the outer and the inner group, and the grid's global ranks. Communicates through the store.
 
     The ranks tell each other through the store which groups they have: each reads what those of its row say, and
     whether those of its column, one in each row, have found the same. A collective would wait for ranks that have other
@@ -171,7 +171,7 @@ def _find_grid(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.Proce
 
 
 def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[Any]:
-    """Return the entries of ``ranks`` in the store, in a few requests.
+    """Wait for the entries of ``ranks`` in the store, and return them; raise if one of them is a refusal.
 
     Raises:
         RuntimeError: another rank can't go on; it says why.
@@ -190,7 +190,7 @@ def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[Any]:
 
 
 def _came(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until all ``keys`` are there; return whether they are in time."""
+    """Wait until all ``keys`` are in the store; return whether they came in time."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:
@@ -199,7 +199,7 @@ def _came(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
-    """Return the outer and the inner group; raise for arguments of another shape."""
+    """Return the outer and the inner group from the caller's arguments; raise for other arguments."""
     is_pair = isinstance(group, (tuple, list))
     if is_pair and extra is not None:
         raise ValueError(
@@ -227,7 +227,7 @@ def _check_type(group: object) -> None:
 
 
 def _check_own(outer: Any, inner: Any) -> None:
-    """Raise for groups that this rank alone can see are no row and column."""
+    """Raise ``ValueError`` for two groups that can't be a row and a column, as far as this rank knows."""
     for group, kind in ((outer, "outer"), (inner, "inner")):
         if dist.get_rank(group) < 0:
             raise ValueError(

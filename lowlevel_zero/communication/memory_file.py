@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share: each has an anonymous file, which all others map.
+"""Memory that processes of one host share: each has an anonymous file (memfd), which all others map.
 
 It is a memfd: no name that a killed process could leave behind, no limit as /dev/shm has in containers. It is as large
 as the machine's memory, and takes memory only where it is populated; a range is given back by punching a hole, whoever
@@ -20,17 +20,17 @@ _PAGE = mmap.PAGESIZE
 
 
 class MemoryAddress(NamedTuple):
-    """The address of a process's memory for other processes, and what identifies it there; sent between ranks."""
+    """The facts by which another process finds and maps a process's memory; sent between ranks."""
 
     process: Process
     descriptor: int  # of that process
     file: tuple[int, int]  # device and inode
     size: int
-    token: bytes  # what the memory starts with
+    token: bytes  # the first bytes of the memory
 
 
 class OwnMemory:
-    """This process's own.
+    """This process's shared memory file, and a map of it.
 
     Args:
         ranks: how many map it, this process too.
@@ -56,16 +56,16 @@ class OwnMemory:
         self.address = MemoryAddress(own_process(), self._file, (seen.st_dev, seen.st_ino), size, token)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Allocate memory for a range, or raise ``OSError``."""
+        """Allocate memory for a range of the file; raise ``OSError`` if there is none."""
         os.posix_fallocate(self._file, offset, nbytes)
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free the memory of a range."""
+        """Free the memory of a range of the file, which stays mapped."""
         self.map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
 def map_of(address: MemoryAddress) -> mmap.mmap:
-    """Return a map of another process's memory.
+    """Map another process's memory, and return the map.
 
     Raises:
         OSError, ValueError: this process can't reach it.

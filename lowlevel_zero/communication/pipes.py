@@ -15,7 +15,7 @@ _ROOM = 2**20  # bytes of a pipe
 
 
 class OwnPipe:
-    """The pipe that this process reads.
+    """The non-blocking pipe that this process reads, and its peers write to.
 
     Attributes:
         descriptor: the file descriptor by which its peers find it.
@@ -34,12 +34,12 @@ class OwnPipe:
         self.read: Callable[[int], bytes] = partial(os.read, self.descriptor)
 
     def wait(self, milliseconds: float) -> bool:
-        """Wait until there is something to read; return whether there is in time."""
+        """Wait until there is something to read; return whether there is within ``milliseconds``."""
         return bool(self._poll.poll(milliseconds))
 
 
 class OthersPipe:
-    """The pipe that another process reads.
+    """The non-blocking pipe of another process, which this process writes to.
 
     Args:
         process: the other one.
@@ -57,14 +57,14 @@ class OthersPipe:
         self.write: Callable[[bytes], object] = partial(os.write, self.descriptor)
 
     def wait_for_room(self, milliseconds: float) -> None:
-        """Wait until there may be room."""
+        """Wait up to ``milliseconds`` until the pipe may have room."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
         poll.poll(milliseconds)
 
 
 def close_with(owner: object, *descriptors: int) -> None:
-    """Close ``descriptors`` when ``owner`` is gone; at its end the process closes them anyway."""
+    """Close file ``descriptors`` when ``owner`` is garbage collected."""
     finalize(owner, _close, descriptors).atexit = False
 
 

@@ -1,4 +1,4 @@
-"""Process groups: the context that this package keeps for each, queries that torch has no API for, and groups beside.
+"""Process groups: this package's context of each group, and the further groups that it makes for one.
 
 Ranks find each other by a group's name, which must be the same on all of them. The names that torch makes up tell how
 many groups a rank has, so those made here are named after the caller's group instead.
@@ -40,11 +40,11 @@ class User(Protocol):
     """An object that begins collectives over a process group."""
 
     def leave(self, threads: Threads) -> None:
-        """Begin no more collectives; have ``threads`` finish those that are under way."""
+        """Begin no more collectives, and let ``threads`` finish those under way. Users define it."""
 
 
 class GroupContext:
-    """The context of one process group in this process, shared by its users; it ends when the group is destroyed.
+    """The threads, groups and shared memory made for one process group; they end when it is destroyed.
 
     Args:
         group: the process group, which it doesn't keep alive.
@@ -79,7 +79,7 @@ class GroupContext:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group.
+        """Return the process group; raise ``RuntimeError`` if it has been destroyed.
 
         Raises:
             RuntimeError: it has been destroyed.
@@ -93,7 +93,7 @@ class GroupContext:
         return group
 
     def end(self) -> None:
-        """End the threads, memory and groups that were made for the group, which is being destroyed.
+        """Finish collectives under way, and end the threads, memory and groups made for this group.
 
         Collectives that are under way are finished first: peers may wait for them.
         """
@@ -111,7 +111,7 @@ class GroupContext:
                     dist.destroy_process_group(each)
 
     def end_threads(self, deadline: float) -> None:
-        """Wait until the threads have done their tasks; at the ``deadline`` break the tasks off."""
+        """Wait for the threads' tasks until the ``deadline``, and then break them off."""
         self._end(self.threads, deadline)
 
     def _end(self, threads: Threads, deadline: float) -> None:
@@ -120,7 +120,7 @@ class GroupContext:
             threads.end(_AFTER_BREAK)
 
     def _break_off(self) -> None:
-        """Make threads that wait for peers raise."""
+        """Make threads that wait for peers raise, by closing gloo's connections."""
         self.threads.broken_off = True
         own = self._group()
         for group in (own, *self.beside.values()):
@@ -131,14 +131,14 @@ class GroupContext:
 
 
 class _Entry(str):
-    """A value in torch's map of groups, which is freed when torch forgets the group."""
+    """A value in torch's map of groups; its deletion tells that torch has forgotten the group."""
 
 
 _contexts: WeakKeyDictionary[dist.ProcessGroup, GroupContext] = WeakKeyDictionary()
 
 
 def context_of(group: dist.ProcessGroup) -> GroupContext:
-    """Return the only context of ``group``, made when first asked for, and ended when the group is destroyed."""
+    """Return the context of ``group``; it is made by the first call, and ends with the group."""
     context = _contexts.get(group)
     if context is None:
         context = _contexts[group] = GroupContext(group)
@@ -150,7 +150,7 @@ def context_of(group: dist.ProcessGroup) -> GroupContext:
 
 @atexit.register
 def _end_all_threads() -> None:
-    """End all threads before the interpreter: one that returned from a wait afterwards would abort the process."""
+    """End all threads before the interpreter ends."""
     deadline = runtime().now() + _AT_EXIT
     for context in list(_contexts.values()):
         context.end_threads(deadline)
@@ -160,23 +160,23 @@ def _end_all_threads() -> None:
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the group of all ranks."""
+    """Return torch's default process group."""
     return dist.distributed_c10d._get_default_group()
 
 
 def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend by device type, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return the backend for each device type, as in ``{"cpu": "gloo", "cuda": "nccl"}``."""
     config = dist.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` is fake, without other processes."""
+    """Return whether ``group`` is a fake one, without other processes."""
     return "fake" in backends_by_device(group).values()
 
 
 def is_alive(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
-    """Return whether ``group`` exists, and has not been destroyed."""
+    """Return whether ``group`` is a process group that hasn't been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -203,7 +203,7 @@ def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Return when each of ``ranks`` has called this once, before they connect.
+    """Wait until each of ``ranks`` has called this function, through the store. Raises ``TimeoutError``.
 
     torch would keep the store's only connection busy while it waits for the others: a thread couldn't report which
     ranks are missing.
@@ -223,7 +223,7 @@ def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
 
 
 def in_vain(store: Any, ranks: Sequence[int], waited: float) -> TimeoutError:
-    """Return the error of a rank that has waited too long for ranks which put no key into ``store``."""
+    """Return the ``TimeoutError`` that names the ranks which put no key into ``store``."""
     lacking = missing(store, ranks)
     return TimeoutError(
         f"expected all ranks, waited {waited:g} seconds in vain for {lacking}: construct it on every rank"
@@ -231,13 +231,13 @@ def in_vain(store: Any, ranks: Sequence[int], waited: float) -> TimeoutError:
 
 
 def missing(store: Any, ranks: Sequence[int]) -> str:
-    """Return a message that names the ranks which put no key into ``store``."""
+    """Return a text that names the ranks which put no key into ``store``."""
     named = ", ".join(str(rank) for rank in ranks if not store.check([str(rank)]))
     return f"rank {named} to construct its LowLevelZeroOptimizer. Not there yet: rank {named}"
 
 
 def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the gloo group over the same ranks, made by all when they first ask for it; of one rank, ``group``.
+    """Return a gloo group over the same ranks for small messages. Communicates when it is first made.
 
     It is gloo wherever the data travels, so that what hosts tell each other never synchronises a device. Its messages
     from rank to rank have tags, and so an order for each use. Its collectives have one order: they are for
@@ -249,7 +249,7 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group over the same ranks for buffers of devices, made by all when they first ask for it.
+    """Return a group over the same ranks for devices' buffers. Communicates when it is first made.
 
     NCCL's communicators have one order of collectives each. A reduction starts when this rank is ready, and the caller
     may be at collectives of its own then, as of SyncBatchNorm in backward: on one communicator the two could pair up.
@@ -268,7 +268,7 @@ def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the gloo group over the same ranks for hosts' buffers, where no memory is shared.
+    """Return a gloo group over the same ranks for hosts' buffers. Communicates when it is first made.
 
     A connection carries what it is given in one order: what hosts agree on would wait until all buffers before it have
     left. Where devices' buffers have a group of their own, the few of the host have no further one.
@@ -279,7 +279,7 @@ def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def union_group(ranks: Sequence[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return a group of these global ranks, with the backends of ``like``, or of gloo; these ranks alone make it.
+    """Return a group of these global ranks, or the default one if it is the same. Communicates when first made.
 
     The default group stands for it where it has all of them, and such backends.
     """
@@ -295,15 +295,15 @@ def union_group(ranks: Sequence[int], like: dist.ProcessGroup | None = None) -> 
 def beside(
     group: dist.ProcessGroup, purpose: str, backend: str, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """Return the group beside another for one purpose; all its ranks make it when they first ask for it.
+    """Return a further group for one ``purpose``, named after ``group``. Communicates when it is first made.
 
     It has the other's store and timeout, and ends when that is destroyed.
 
     Args:
-        group: the caller's.
+        group: the caller's group.
         purpose: names it; the same on all ranks.
         backend: carries it.
-        ranks: its global ranks; None: those of ``group``.
+        ranks: the global ranks of the new group; None: those of ``group``.
     """
     torchs: Any = dist.distributed_c10d
     made = context_of(group).beside
@@ -327,6 +327,6 @@ def beside(
 
 
 def start_alone() -> None:
-    """Make a default group of this process alone, unless there is a group."""
+    """Initialise a default process group of one rank, this process, unless there is a default group."""
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Processes of ranks, and whether they have ended, as far as this host sees."""
+"""Identities of processes, and whether a process of this host has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Process(NamedTuple):
     began: str
 
     def has_ended(self) -> bool:
-        """Return whether it is of this PID namespace, and has ended."""
+        """Return whether the process has ended; False if it is in another PID namespace."""
         if self.space != _space(os.getpid()):
             return False
         state, began = _state(self.number)
@@ -25,20 +25,20 @@ class Process(NamedTuple):
 
 
 def own_process() -> Process:
-    """Return this process, to be sent to other ranks."""
+    """Return the identity of this process, to be sent to other ranks."""
     return Process(_space(os.getpid()), os.getpid(), _state(os.getpid())[1])
 
 
 @cache
 def _space(own: int) -> str:
-    """Return the name of this process's PID namespace: the boot of a host, and a namespace of it."""
+    """Return a name for this host's boot and this process's PID namespace."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return f"not Linux, {own}"
 
 
 def _state(number: int) -> tuple[str, str]:
-    """Return a process's state, "Z" or "X" for one that has ended, and its start time in ticks since boot.
+    """Return a process's state, "Z" or "X" if it has ended, and its start time in ticks since boot.
 
     The name before them may be any bytes: the kernel cuts it after 15, even within a character.
     """

@@ -1,4 +1,4 @@
-"""The progress of a rank with the collectives of one optimizer: those that it has begun, and the one it waits for.
+"""The progress of one optimizer's collectives on this rank: those begun, and the one it waits for.
 
 Every collective of a shard group is begun and waited for through its ``Progress``, which any thread may read. A
 collective has a kind and a number, so the stall report never asks a device: one that a rank hasn't begun isn't over.
@@ -41,7 +41,7 @@ class Named(Protocol):
 
 
 class About(NamedTuple):
-    """The parameters that a collective carries.
+    """The parameters that a collective carries, for messages.
 
     Attributes:
         records: the parameters' records.
@@ -57,7 +57,7 @@ class About(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that this rank has begun, numbered among all of its kind.
+    """A collective that this rank has begun, with its number among all of its kind.
 
     All ranks begin the same collectives of a kind in the same order. So a rank has come to one if it has begun more
     of its kind.
@@ -80,7 +80,7 @@ class Collective(NamedTuple):
 
 
 class Progress:
-    """The collectives that this rank has begun, and the one that it waits for.
+    """Counts the collectives that this rank has begun, and knows the one that it waits for.
 
     Args:
         context: the context of the process group.
@@ -112,16 +112,16 @@ class Progress:
 
     @property
     def waits_for(self) -> Collective | None:
-        """Return the collective that the host waits for, the latest of several threads'; None: it waits for none."""
+        """Return the collective that the host waits for; None: it waits for none."""
         return next((collective for collective, _ in self._waiting[-1:]), None)
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this is a fork of the process that joined the group."""
+        """Return whether this process is a fork of the one that joined the group."""
         return os.getpid() != self.process
 
     def check_process(self, doing: object) -> None:
-        """Raise ``RuntimeError`` in a fork of the process that joined the group, which is the rank."""
+        """Raise ``RuntimeError`` in a fork of the process that joined the group."""
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"{doing}: expected the process that constructed the optimizer ({self.process}), got a fork of it "
@@ -132,7 +132,7 @@ class Progress:
     def start(
         self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
     ) -> Work[T]:
-        """Begin a collective of ``kind``; its work's ``wait`` goes through ``Progress.wait``.
+        """Begin a collective, count it, and return its work, which is waited for by ``wait``. Communicates.
 
         Raises:
             LostRank: the process of another rank has ended.
@@ -160,7 +160,7 @@ class Progress:
         return work
 
     def wait(self, collective: Collective, on_device: bool, act: Callable[[], T]) -> T:
-        """Return ``act()``, which waits for a collective; ``on_device`` a stream waits.
+        """Wait for a collective by ``act``, and return its result; raise ``LostRank`` if a rank has ended.
 
         Raises:
             LostRank: the process of another rank has ended.
@@ -186,7 +186,7 @@ class Progress:
                 self._queued.append(collective)
 
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
-        """Raise ``LostRank`` instead of an ``error`` that comes of another rank's end."""
+        """Raise ``LostRank`` if ``error`` comes from another rank's end."""
         what = f"{called(sys._getframe())}, in the {collective}" + (f". {self.missing}" if self.missing else "")
         lost = lost_rank_error(error, self._context.group, what)
         if lost is not None:
@@ -204,7 +204,7 @@ class Progress:
         )
 
     def queued(self) -> list[Collective]:
-        """Return the collectives that a device was given to wait for, the latest last, some of which may be over."""
+        """Return the collectives that were last given to a device, some of which may be over."""
         return list(self._queued)
 
     def __str__(self) -> str:
@@ -229,6 +229,6 @@ def called(frame: FrameType | None) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first of ``names`` for a message, and the number of the others."""
+    """Return the first of ``names``, and the number of the others, as text for a message."""
     more = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

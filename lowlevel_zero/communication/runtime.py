@@ -27,7 +27,7 @@ _Tasks: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 
 class Threads:
-    """The threads of one owner, such as the context of a process group, which joins them all.
+    """The threads of one owner, such as a process group's context, which joins them all.
 
     A thread that returned from a wait after the interpreter has ended would abort the process. One that was the last to
     hold a process group would end that too late.
@@ -41,12 +41,12 @@ class Threads:
         self._tasks: WeakKeyDictionary[Thread, SimpleQueue[Any]] = WeakKeyDictionary()
 
     def start(self, thread: Thread, tasks: SimpleQueue[Any]) -> None:
-        """Start a thread that ends when it finds None in ``tasks``."""
+        """Start a thread, which must end when it finds None in ``tasks``."""
         self._tasks[thread] = tasks
         thread.start()
 
     def end(self, seconds: float) -> bool:
-        """Let all threads end after their tasks; return whether they have in time."""
+        """Tell all threads to end after their tasks, and join them; return whether they ended in time."""
         deadline = runtime().now() + seconds
         threads = [thread for thread in list(self._tasks) if thread is not current_thread()]
         for thread in threads:
@@ -57,7 +57,7 @@ class Threads:
 
 
 class Worker:
-    """Carries out tasks in one thread, in the order in which they were submitted.
+    """One thread that carries out tasks in the order of their submission.
 
     The thread starts with the first task, and ends when this object is gone and all tasks are done.
 
@@ -73,7 +73,7 @@ class Worker:
         self._thread: Thread | None = None
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Add a task, and return the future of its result."""
+        """Add a task, and return a future of its result; starts the thread at the first task."""
         if self._thread is None:
             self._thread = Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
             self._threads.start(self._thread, self._tasks)
@@ -84,18 +84,18 @@ class Worker:
 
 
 class Runtime:
-    """The operating system's runtime."""
+    """Threads, time, processes, pipes and shared memory of the operating system."""
 
     def worker(self, name: str, threads: Threads) -> Worker:
-        """Return a worker whose thread ``threads`` owns."""
+        """Return a new ``Worker``, whose thread belongs to ``threads``."""
         return Worker(name, threads)
 
     def watch(self, thread: Thread, over: SimpleQueue[Any], threads: Threads) -> None:
-        """Start a thread that watches, and ends when ``over`` gets an item; ``threads`` owns it."""
+        """Start a thread that must end when ``over`` gets an item; it belongs to ``threads``."""
         threads.start(thread, over)
 
     def lock(self) -> Lock:
-        """Return a lock among this process's threads, under which a thread may wait for other ranks."""
+        """Return a new lock between this process's threads."""
         return Lock()
 
     def now(self) -> float:
@@ -103,31 +103,31 @@ class Runtime:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep."""
+        """Sleep for so long."""
         time.sleep(seconds)
 
     def own_process(self) -> Process:
-        """Return this process, to be sent to other ranks."""
+        """Return the identity of this process, to be sent to other ranks."""
         return own_process()
 
     def own_memory(self, ranks: int) -> OwnMemory:
-        """Return new memory of this process that ``ranks`` processes map, this one included."""
+        """Create this process's memory, which ``ranks`` processes map, and return it."""
         return OwnMemory(ranks)
 
     def others_memory(self, address: MemoryAddress) -> mmap.mmap:
-        """Return a map of another process's memory."""
+        """Map another process's memory, and return the map."""
         return map_of(address)
 
     def own_pipe(self) -> OwnPipe:
-        """Return a new pipe that this process reads."""
+        """Create a pipe that this process reads, and return it."""
         return OwnPipe()
 
     def others_pipe(self, process: Process, descriptor: int) -> OthersPipe:
-        """Return the pipe that another process reads under its ``descriptor``."""
+        """Open the pipe that another process reads under its ``descriptor``, and return it."""
         return OthersPipe(process, descriptor)
 
     def backend(self, name: str) -> str:
-        """Return the name under which torch makes process groups of the backend ``name``."""
+        """Return torch's name for the backend ``name``: the same, unless simulated."""
         return name
 
 
@@ -146,7 +146,7 @@ def install(other: Runtime) -> None:
 
 
 def carry_out(task: Callable[[], T], done: Future[T]) -> None:
-    """Run ``task``, and put its result or error into ``done``."""
+    """Run ``task``, and store its result or exception in ``done``."""
     try:
         done.set_result(task())
     except BaseException as error:  # whatever it is, who waits for the result raises it

@@ -1,4 +1,4 @@
-"""ShardGroup: the ranks that share every parameter, what they do together, and the backends that carry what.
+"""ShardGroup: the ranks that share parameters, their collectives, and the choice of backends.
 
 Which backend is fast is decided here and nowhere else. NCCL and its like run their native collectives; on gloo, rows go
 straight to the rank that wants them, through shared memory where all ranks are processes of one host. gloo carries a
@@ -55,7 +55,7 @@ _SHORTEST_NAP = 5e-5  # seconds
 
 
 class ShardGroup:
-    """The ranks of one process group, over which parameters are sharded: each holds a slice.
+    """The ranks over which parameters are sharded, with the collectives on flat buffers and small messages.
 
     Args:
         group: the process group; None: the default one.
@@ -117,19 +117,19 @@ class ShardGroup:
 
     @property
     def host_backend(self) -> HostBackend:
-        """Return the backend of tensors on the CPU, and of small messages."""
+        """Return the backend for tensors on the CPU and for small messages."""
         if self._host_backend is None:
             self._host_backend = self._messages()
         return self._host_backend
 
     def _messages(self, number: int | None = None, buffers: bool = False) -> Pairwise:
-        """Return a backend of messages of this number, with ``buffers`` over other connections than small messages."""
+        """Return a backend of pairwise messages; ``buffers``: with connections of its own for buffers."""
         own = buffer_group(self.group) if buffers else None
         number = self.number if number is None else number
         return Pairwise(side_group(self.group), self.context.threads, number, own)
 
     def _agreements(self) -> HostBackend:
-        """Return the backend of agreements. All ranks make it together, and tell each other of their processes."""
+        """Return the backend of agreements; the first call communicates, on all ranks together."""
         if not self.has_others:
             return self.host_backend
         if self.context.agreements is None:
@@ -139,7 +139,7 @@ class ShardGroup:
         return self.context.agreements
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
-        """Choose how buffers travel; all ranks call it.
+        """Choose the backends that carry buffers. Communicates: all ranks call it.
 
         If ``shared`` and all ranks are processes of one host, buffers on gloo travel through shared memory, unless
         ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit buffers in
@@ -165,7 +165,7 @@ class ShardGroup:
                 self._host_backend = self._messages(buffers=True)
 
     def _share_memory(self) -> None:
-        """Use shared memory, if all ranks can."""
+        """Switch to shared memory if all ranks can map each other's. Communicates."""
         context = self.context
         if context.pool is None:
             context.pool = open_pool(self._agreements(), timeout_of(self.group), context.threads)
@@ -175,7 +175,7 @@ class ShardGroup:
             self._host_backend = SharedMemory(self.rank, context.pool, self.number)
 
     def _data(self) -> dist.ProcessGroup:
-        """Return the group for tensors of devices that gloo doesn't carry."""
+        """Return the process group that carries devices' buffers."""
         return data_group(self.group) if self._owns_data else self.group
 
     # ---- which backend carries what ----
@@ -190,7 +190,7 @@ class ShardGroup:
         return Staged(way) if self.on_gloo(device) and is_staged(device) else way
 
     def _chain(self, device: torch.device) -> Chain:
-        """Return the only chain of collectives on ``device``."""
+        """Return the chain that starts second collectives on ``device``."""
         if self.on_gloo(device):
             return self.host_backend.chain
         if self._on_stream is None:
@@ -198,7 +198,7 @@ class ShardGroup:
         return self._on_stream
 
     def describe_backend(self, device: torch.device) -> str | None:
-        """Return in words how buffers of ``device`` travel; None: by the process group's own collectives."""
+        """Return as text how buffers of ``device`` travel; None: by native collectives."""
         if not self.on_gloo(device):
             return None
         if self.host_backend.shares_memory:
@@ -207,7 +207,7 @@ class ShardGroup:
         return f"pairwise messages over gloo ({pool if isinstance(pool, str) else f'{SWITCH}=0 is set on one of them'})"
 
     def bucket_size(self, device: torch.device) -> int:
-        """Return the elements of a bucket of gradients on ``device``, where the caller has chosen none."""
+        """Return the default elements of a gradient bucket on ``device``."""
         return self.backend(device).bucket_size if device.type == "cpu" else DEVICE_BUCKET
 
     # ---- the data path: one flat buffer, [size, row], at a time; with ``fp8``, rows travel as ``fp8.py`` has it ----
@@ -215,7 +215,7 @@ class ShardGroup:
     def new_buffer(
         self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False, rows: int | None = None
     ) -> Tensor:
-        """Return a buffer, ``[rows, row]``, to fill for one reduction, which takes it without a copy.
+        """Return an uninitialised buffer, ``[rows, row]``, for one reduction, which takes it without a copy.
 
         ``rows``: None is one for each rank.
         """
@@ -241,7 +241,7 @@ class ShardGroup:
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def reduce(self, buffer: Tensor, owner: int, about: About | None = None) -> Work[Tensor]:
-        """Start summing ``buffer`` over the ranks; the result is the sum, 1-D, on the rank ``owner``, else empty."""
+        """Start reducing ``buffer`` to the rank ``owner``, which gets the sum, 1-D; others get an empty tensor."""
         self._rows["reduce"] += -(-buffer.nbytes // self.size)
         self.context.reductions += 1
         return self.progress.start(REDUCTION, about, (buffer,), self.backend(buffer.device).reduce, buffer, owner)
@@ -249,7 +249,7 @@ class ShardGroup:
     def broadcast_from(
         self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor], about: About | None = None
     ) -> Work[None]:
-        """Start filling ``whole``, 1-D each, with the ``own`` of the rank ``owner``, cast as ``whole``.
+        """Start copying ``own`` of the rank ``owner`` into ``whole`` on all ranks, cast to its dtype.
 
         All are on one device and of one dtype. Other ranks' ``own`` isn't looked at. The owner's may be ``whole``
         itself; else it is free again when this returns.
@@ -259,7 +259,7 @@ class ShardGroup:
         return self.progress.start(GATHER, about, whole, backend.broadcast_from, owner, own, whole)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling ``buffer`` (``[size, row]``, contiguous): every rank gives its own row; in place."""
+        """Start filling ``buffer``, ``[size, row]``, in place, with every rank's own row."""
         return self.gather([buffer[self.rank]], [buffer]).then(lambda _: buffer)
 
     def gather(
@@ -282,7 +282,7 @@ class ShardGroup:
         return self.progress.start(GATHER, about, rows, backend.gather, own, rows, row)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes of buffers that this rank has handed to others so far, by purpose: "reduce" and "gather".
+        """Return the bytes of buffers that this rank has sent so far, for "reduce" and "gather". Doesn't communicate.
 
         An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does; so does
         a reduction to one rank, or a broadcast, as the mean over the ranks.
@@ -292,14 +292,14 @@ class ShardGroup:
     # ---- a few numbers ----
 
     def sum_scalar(self, value: Tensor) -> Work[Tensor]:
-        """Start summing ``value`` (0-d, or a few numbers) over the slices; the result may be ``value``.
+        """Start summing ``value``, 0-d or a few numbers, over the slices. Communicates.
 
         On CUDA (NCCL) without a host synchronisation.
         """
         return self.progress.start(NORM, None, (value,), self.backend(value.device).sum, value)
 
     def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
-        """Overwrite ``tensors`` with rank 0's values, whatever their dtypes, in a few large messages.
+        """Overwrite ``tensors`` with rank 0's values, in a few large messages. Communicates.
 
         Those on devices that the group doesn't serve travel by way of one that it does, this rank's own. On a device
         they are the first collective of the group that carries buffers: now all ranks are sure to come, as they have
@@ -323,7 +323,7 @@ class ShardGroup:
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of every rank's ``values``, on the host.
+        """Return the element-wise maximum of every rank's ``values``, on the host. Communicates.
 
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
@@ -337,7 +337,7 @@ class ShardGroup:
         return (self.context.agreements or self._agreements()).exchange(few, Kind.AGREEMENT, MAXIMUM).wait()
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
-        """Start the element-wise maximum over the ranks of a few bytes on the host.
+        """Start an element-wise maximum of a few bytes over the ranks, beside the buffers. Communicates.
 
         It travels beside the buffers: all ranks make these calls in the same order among their syncs, but not among
         calls of ``all_reduce_max``. Its ``ready`` tells when it is over.
@@ -347,12 +347,12 @@ class ShardGroup:
         )
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
-        """Return rank 0's ``values``, on the host; every rank passes as many."""
+        """Return rank 0's ``values``; every rank passes as many. Communicates."""
         is_heard = self.group_rank == 0 or not self.has_others
         return self.all_reduce_max(values if is_heard else [_LEAST] * len(values))
 
     def all_gather_object(self, mine: object) -> list[Any]:
-        """Return every rank's ``mine`` in rank order, pickled on the way; for rare calls."""
+        """Return every rank's ``mine`` in rank order, pickled on the way. Communicates."""
         if not self.has_others:
             return [mine] * self.ranks
         gather: Work[list[Any]] = self.progress.start(
@@ -363,7 +363,7 @@ class ShardGroup:
     # ---- waiting for ranks that may not come ----
 
     def comes(self, work: Work[Any], seconds: float) -> bool:
-        """Wait at most ``seconds`` for ``work`` of the hosts; return whether it is over.
+        """Wait at most ``seconds`` for ``work`` of the hosts, and return whether it is over.
 
         gloo makes progress only while a thread waits: over messages a thread waits, and goes on after this returns.
         """
@@ -384,16 +384,16 @@ class ShardGroup:
     # ---- memory, and the end ----
 
     def held(self) -> list[Tensor]:
-        """Return the memory on the host that is used or kept for buffers."""
+        """Return the host memory that is used or kept for buffers."""
         return self.host_backend.held()
 
     def trim(self, for_good: bool = False) -> None:
-        """Give back memory of buffers; nothing is under way on this rank."""
+        """Free idle memory of buffers; ``for_good``: all of it. Nothing may be under way on this rank."""
         if self._host_backend is not None:
             self._host_backend.trim(for_good)
 
     def leave(self, threads: Threads | None = None) -> None:
-        """Begin no more collectives: the optimizer is gone, or the process group is about to be destroyed.
+        """Mark this rank as gone, and let a thread finish the collectives that are under way.
 
         Other ranks wait for reductions that are still under way here: a thread of ``threads`` finishes them, and gives
         back their memory. None: a thread of the process group's.
@@ -408,7 +408,7 @@ class ShardGroup:
 
 
 def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
-    """Finish collectives that are under way, until one fails since another rank never will."""
+    """Wait for collectives under way until one fails, and free all memory of buffers."""
     with suppress(RuntimeError):
         while waits:
             waits.pop(0)()
@@ -417,5 +417,5 @@ def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
 
 
 def is_staged(device: torch.device) -> bool:
-    """Return whether gloo takes tensors of ``device`` by way of the host alone."""
+    """Return whether gloo carries tensors of ``device`` through copies on the host."""
     return device.type != "cpu"

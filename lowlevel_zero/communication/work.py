@@ -1,4 +1,4 @@
-"""Work: a collective that is under way. Chains start a second collective with the result of a first one.
+"""Work: a collective under way; and chains, which start a second collective with the result of a first one.
 
 The second collective starts without this rank's main thread, since other ranks wait for its part: on a device a stream
 sees to that, for messages a thread, in the order in which the first ones were started. Through shared memory the ranks
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Work(Generic[T]):
-    """A collective that is under way.
+    """A collective that is under way; its result is taken once.
 
     Attributes:
         wait: returns the result, once. On a device the current stream waits for it, not the host.
@@ -39,7 +39,7 @@ class Work(Generic[T]):
 
     @staticmethod
     def over(result: S) -> Work[S]:
-        """Return a work that has ended with ``result``."""
+        """Return a work that is over, with ``result``."""
         return Work(lambda: result)
 
     def then(self, act: Callable[[T], S]) -> Work[S]:
@@ -48,14 +48,14 @@ class Work(Generic[T]):
 
 
 class Chain(Protocol):
-    """Starts second collectives after first ones."""
+    """Starts a second collective when a first one is over."""
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """Have ``start`` start a collective with the first one's result, in the order of these calls."""
+        """Return the work of a collective that ``start`` begins with the result of ``first``."""
 
 
 class OnStream:
-    """Starts second collectives on a stream beside the one that computes.
+    """A chain that starts second collectives at once, on a side stream that waits for the first.
 
     Args:
         streams: the streams of the buffers' device.
@@ -65,14 +65,14 @@ class OnStream:
         self._streams = streams
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """Start the second collective now: the stream waits for the first, not the host."""
+        """Start the second collective now, on the side stream, which waits for the first; the host doesn't wait."""
         with self._streams.beside():
             second = start(first.wait())
         return Work(second.wait, second.ready, (*first.tensors, *second.tensors))
 
 
 class OnDemand:
-    """Starts second collectives when a result is asked for, with all others that are due.
+    """A chain that starts due second collectives whenever a result is asked for; it needs no thread.
 
     It needs no thread, which would take a core from the ranks of a host.
     """
@@ -82,7 +82,7 @@ class OnDemand:
         self._waiting: deque[tuple[Work[Any], Callable[[], None]]] = deque()
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """Start the second collective by ``ready`` when the first is over, or by ``wait``."""
+        """Return a work that starts the second collective in its ``ready`` or ``wait``, in the order of calls."""
         second: Future[Work[T]] = Future()
         self._waiting.append((first, partial(carry_out, lambda: start(first.wait()), second)))
 
@@ -102,13 +102,13 @@ class OnDemand:
         return Work(wait, ready, first.tensors)
 
     def _start_due(self, last: Future[Any] | None = None) -> None:
-        """Start, in order, all that follow collectives which are over; and all up to ``last``, waiting for these."""
+        """Start, in order, second collectives whose first is over; and all up to ``last``, waiting for them."""
         while self._waiting and (self._waiting[0][0].ready() or not (last is None or last.done())):
             self._waiting.popleft()[1]()
 
 
 class OnThread:
-    """Starts second collectives on a thread, which ends when this object is gone and all have started.
+    """A chain whose thread waits for first collectives and starts second ones, in order.
 
     Args:
         threads: owns the thread.
@@ -118,7 +118,7 @@ class OnThread:
         self._worker = runtime().worker("lowlevel_zero chaining", threads)
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """Have the thread wait for the first collective and start the second; ``wait`` raises its error."""
+        """Let the thread wait for the first collective and start the second; ``wait`` raises its error."""
         second = self._worker.submit(lambda: start(first.wait()))
         return Work(lambda: second.result().wait(), partial(_is_ready, second), first.tensors)
 

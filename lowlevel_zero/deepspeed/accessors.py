@@ -109,7 +109,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Overwrite the averaged gradient of a parameter that has one. A later backward adds to ``value``."""
+    """Overwrite the averaged gradient of a parameter that has one. All ranks call it."""
     optimizer, record = owner_of(param)
     with collective_call(optimizer, [record], "safe_set_full_grad"):
         _check_value(value, record)

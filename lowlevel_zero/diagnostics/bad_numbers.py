@@ -103,7 +103,7 @@ class BadNumbers:
     # ---- norms ----
 
     def norm(self, value: Tensor, at_hand: bool = True) -> None:
-        """Check a step's norm: now if it is on the host, or when the next step begins if it is on a device.
+        """Check the step's norm: now on the host or with ``error_if_nonfinite``, else as the next step begins.
 
         Args:
             value: the norm.

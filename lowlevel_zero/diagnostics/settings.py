@@ -48,7 +48,7 @@ class Settings:
         self._told = Digested()
 
     def at(self, step: int, others: Mapping[str, Any]) -> Digested:
-        """Return the settings at step number ``step``, and ``others``, with their digest. Doesn't communicate."""
+        """Describe settings that changed; return the digest of all of them and ``others``. Doesn't communicate."""
         groups = self._optim.param_groups
         keys = [*others, *chain.from_iterable(groups)]
         values = [*others.values(), *chain.from_iterable(map(dict.values, groups))]

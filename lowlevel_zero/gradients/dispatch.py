@@ -106,7 +106,7 @@ def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 @performs(Kind.ELEMENTS)
 def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Write each element by itself: call the operator on this rank's slices, once reductions are finished."""
+    """Finish reductions, and write each element by itself, on this rank's slices alone. Communicates."""
     listed = isinstance(args[0], (list, tuple))
     targets: Sequence[Tensor] = args[0] if listed else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
@@ -147,7 +147,7 @@ def _edited(target: ShardedGradient) -> tuple[ShardedParameter, OptimizerGradien
 
 
 def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> Tensor:
-    """Return the elements of an argument that stand beside this rank's slice of ``target``."""
+    """Return the elements of an argument beside this rank's slice of ``target``; gathers one split otherwise."""
     start, stop = record.split.span(record.rank)
     if is_sharded(value):
         if value.is_of_slice == target.is_of_slice and _is_split_alike(record, value):
@@ -191,7 +191,7 @@ def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient
 
 @performs(Kind.SCALE)
 def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Multiply or divide gradients by one number, for a whole bucket without a kernel if possible."""
+    """Multiply or divide gradients by one number, for a whole bucket without a kernel if possible. Communicates."""
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
     factor = args[1]
@@ -205,14 +205,14 @@ def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 @performs(Kind.ZERO)
 def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Make gradients zeros."""
+    """Finish reductions, and make gradients zeros. Communicates."""
     if any(is_sharded(each) and each.live() is None for each in tensors_in(args)):
         return _write(func, args, kwargs)
     return _change_together(func, args, kwargs, GradientStore.zero)
 
 
 def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) -> Any:
-    """Change the gradients among the targets of an operator by one call for all of an optimizer's."""
+    """Change an operator's targets among the gradients by one call for each optimizer. Communicates."""
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
     if len(sharded) < len(targets):

@@ -80,7 +80,7 @@ class OptimizerGradients:
             )
 
     def change(self, records: Iterable[ShardedParameter], what: str, change: Change) -> None:
-        """Finish reductions, and apply ``change`` to the gradients of ``records`` on this rank.
+        """Finish reductions, and apply ``change`` to the gradients of ``records`` on this rank. Communicates.
 
         Where the change fails on this rank, its gradients are lost.
 
@@ -100,7 +100,7 @@ class OptimizerGradients:
                 raise
 
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
-        """Finish reductions, and yield each shard group with those of its records that have a gradient."""
+        """Finish reductions, and yield each shard group with the records that have a gradient. Communicates."""
         if not self._finished:
             self._calls.finish_gradients_for("edit p.grad")
         for each in self._groups:

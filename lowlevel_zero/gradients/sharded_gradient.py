@@ -218,7 +218,7 @@ class ShardedGradient(Handle):
         return record.flat_slice(tensor)[: stop - start] if self.is_of_slice else record.flatten(tensor)[start:stop]
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Write to this rank's slice the elements in which ``after`` differs from ``before``."""
+        """Finish reductions, and write to this rank's slice the elements in which ``after`` differs from ``before``."""
         record, gradients = self.held()
         if after.shape != before.shape:
             raise refusals.of_shape(self.name_of_parameter, before.shape, after.shape)
@@ -274,7 +274,7 @@ class DetachedGradient(ShardedGradient):
         return not self._of._retired and self._at == self.held()[1].versions
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Write the changes to ``p.grad``, and keep its new values."""
+        """Finish reductions, write the changes to ``p.grad``, and keep its new values."""
         self._of.write_changes(before, after, what)
         self.keep_current()
 

@@ -250,7 +250,7 @@ def layout_of(optimizer: Sharded) -> Layout:
 
 
 def bytes_of(optimizer: Sharded) -> int:
-    """Return the bytes that this rank holds of all parameters and their gradients, without states of the optimizer."""
+    """Return the bytes that this rank holds of all parameters once they have gradients. Doesn't communicate."""
     alike = Counter((record.split, record.p.dtype, record.owns_some) for record in optimizer.sharded_parameters)
     total = 0
     for (split, dtype, owns_some), count in alike.items():

@@ -34,7 +34,7 @@ def overrides_of(optimizer: Any, p: Tensor) -> dict[str, Any]:
 
 
 def check_overrides(optimizer: Any, new: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
-    """Raise ``ValueError`` if a parameter has a setting of its own that slices can't have."""
+    """Raise if a parameter's own setting can't be its slice's; else let bitsandbytes read the settings again."""
     for p in new:
         overrides = overrides_of(optimizer, p)
         for key, value in overrides.items():

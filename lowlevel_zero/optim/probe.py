@@ -249,7 +249,7 @@ def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
 
 
 def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float | None:
-    """Return two results' difference as a share of ``param``'s movement from ``start``; None if only rounding."""
+    """Return two results' difference as a share of ``param``'s movement; None if rounding; raise if that is unclear."""
     movement, gap = (param - start).abs().amax(), (expected - got).abs()
     if not (movement + gap.amax()).isfinite():
         raise NoProbe("a probe's parameters became infinite or NaN")

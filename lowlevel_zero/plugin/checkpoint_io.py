@@ -121,7 +121,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Save a model: to a file, or with ``shard`` to a directory in pieces of ``size_per_shard`` MiB."""
+        """Save a model to a file, or in pieces of ``size_per_shard`` MiB to a directory. All ranks call it."""
         use_safetensors = use_safetensors or use_async
         names = get_model_base_filenames(prefix, use_safetensors)
         with all_or_none("save its model"):
@@ -147,7 +147,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> BoostedModel:
-        """Load a model from a file, a directory or its index, and refresh the master weights."""
+        """Load a model from a file, a directory or its index, and its master weights. All ranks call it."""
         with all_or_none("load its model"):
             self._sync_io()
         with all_or_none("load its model"):
@@ -175,7 +175,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def save_lora_as_pretrained(
         self, model: BoostedModel, checkpoint: str, use_safetensors: bool = False, state_dict: Any = None
     ) -> None:
-        """Save the adapters, in peft's layout, to a directory; rank 0 writes."""
+        """Save the adapters, in peft's layout, to a directory; rank 0 writes. All ranks call it."""
         with all_or_none("save its adapters"):
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
@@ -237,7 +237,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Load an optimizer from a file, a directory or its index, saved by this plugin or by another."""
+        """Load an optimizer from a file, a directory or its index. All ranks call it."""
         with all_or_none("load its optimizer"):
             self._sync_io()
         with all_or_none("load its optimizer"):
@@ -267,7 +267,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     # ---- schedulers ----
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Save a scheduler to a file, which rank 0 writes."""
+        """Save a scheduler to a file, which rank 0 writes. All ranks call it."""
         with all_or_none("save its scheduler"):
             if self.coordinator.is_master():
                 check_file_target(checkpoint)

@@ -41,7 +41,7 @@ def _remove_former(folder: Path) -> None:
 
 
 def place_for(path: Path) -> Path:
-    """Return the path to write a checkpoint to: ``path``, or a directory beside it if a former one is there.
+    """Return ``path``, or a directory beside it, with no remains, if a former checkpoint is in ``path``.
 
     Raises:
         FileExistsError: something else is in the former one's directory.

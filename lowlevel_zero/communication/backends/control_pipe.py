@@ -38,7 +38,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 class BlockPart(NamedTuple):
-    """The place of a rank's part of a collective in its memory: a block, and ``start`` bytes in it.
+    """The place of a rank's part of a collective in that rank's memory.
 
     Attributes:
         nbytes: the bytes of all parts that the rank sends.
@@ -50,7 +50,7 @@ class BlockPart(NamedTuple):
 
 
 class ControlPipe:
-    """The pipe that this process reads, and those of its peers, which it writes to.
+    """This process's pipe, and the peers' pipes: they carry records of where parts of collectives lie.
 
     Args:
         rank: this process's rank.
@@ -74,7 +74,7 @@ class ControlPipe:
         self._lock, self._sleeping = runtime().lock(), runtime().lock()
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), nbytes: int = 0) -> Key:
-        """Send all peers a record of the next collective of a kind, and of their blocks that are finished with.
+        """Send all peers a record of this rank's next collective of a kind, and of blocks it has finished with.
 
         A record that finds no room goes later; records may overtake each other.
 
@@ -99,7 +99,7 @@ class ControlPipe:
         return kind, serial
 
     def collect(self) -> None:
-        """Read the records that have come."""
+        """Read all records that have come, without waiting."""
         with self._lock, suppress(BlockingIOError):
             while records := self._own.read(_MOST):
                 for kind, sender, serial, offset, start, nbytes, *finished in _RECORD.iter_unpack(records):
@@ -117,7 +117,7 @@ class ControlPipe:
         return len(self._received.get(key, ())) == len(self.peers)
 
     def receive(self, key: Key, timeout: float) -> dict[int, BlockPart]:
-        """Wait for the records of all ranks for a collective; return the places of their parts, once, by rank.
+        """Wait for all ranks' records of a collective; return where their parts lie, once, by rank.
 
         Raises:
             TransportError: a sender has ended, ``timeout`` seconds are over, or the process group ends.
@@ -168,11 +168,11 @@ class PeerPipe:
         self._worker = runtime().worker("lowlevel_zero control pipe", threads)
 
     def write_late(self, record: bytes) -> None:
-        """Have a thread write a record when there is room."""
+        """Let a thread write a record as soon as the pipe has room."""
         self._worker.submit(partial(self._write_late, record))
 
     def _write_late(self, record: bytes) -> None:
-        """Write a record, for as long as the process lives and reads."""
+        """Write a record, retrying until there is room, the timeout is over, or the process has ended."""
         deadline = runtime().now() + self._timeout
         while True:
             with suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""The memory pool: each process of a host has memory that all others map, cut into blocks for buffers.
+"""The memory pool: each process's shared memory is cut into blocks for buffers, which are reused.
 
 A rank that has read a block says so in its next record (see ``control_pipe``). When all have, the block is used again.
 """
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Address(NamedTuple):
-    """The address of a process's memory and pipe for other processes; sent between ranks."""
+    """The addresses of a process's memory and pipe, which are sent to other ranks."""
 
     memory: MemoryAddress
     pipe: int  # a file descriptor of that process
@@ -32,10 +32,10 @@ class Address(NamedTuple):
 
 @dataclass
 class Block:
-    """A range of a process's memory.
+    """A range of this process's shared memory, used for one buffer at a time.
 
     Attributes:
-        offset, nbytes: its place.
+        offset, nbytes: the place of the range.
         readers: the ranks that haven't finished with it.
         resident: memory is allocated for it.
     """
@@ -47,7 +47,7 @@ class Block:
 
 
 class Memory:
-    """This process's memory and maps of the others'; all optimizers of a process group use it.
+    """This process's shared memory and maps of the others'; all optimizers of a process group use it.
 
     Args:
         rank: this process's rank.
@@ -80,7 +80,7 @@ class Memory:
         self._top = _PAGE
 
     def connect(self, addresses: Sequence[Address], timeout: float) -> None:
-        """Map every other rank's memory; ``addresses`` are in rank order.
+        """Map every other rank's memory, and open their pipes; ``addresses`` are in rank order.
 
         Raises:
             OSError, ValueError: a peer's can't be reached from here.
@@ -93,7 +93,7 @@ class Memory:
             self.pipe.peers[of] = PeerPipe(process, pipe, timeout, self._threads)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
-        """Return a block that no rank reads, and a 1-D tensor of ``numel`` elements in it; never wait for one.
+        """Return a free block, and a 1-D tensor of ``numel`` elements in it; never waits for other ranks.
 
         The block is taken until all ranks have finished with it.
 
@@ -112,7 +112,7 @@ class Memory:
         return block, tensor if numel else tensor[:0]
 
     def _best(self, nbytes: int) -> Block:
-        """Return a free block with memory: the smallest one that is large enough, or a new one."""
+        """Return the smallest free block that is large enough, or a new one, with its memory allocated."""
         self.pipe.collect()  # peers may have finished with one of just that size
         fitting = [
             block
@@ -125,7 +125,7 @@ class Memory:
         return best
 
     def trim(self, keep: int = 0) -> None:
-        """Give back the memory of free blocks, but for about ``keep`` bytes."""
+        """Free the memory of idle blocks, except about ``keep`` bytes."""
         if not self._lock.acquire(blocking=False):  # it is in use by what this interrupts, as a finaliser may
             return
         try:
@@ -142,7 +142,7 @@ class Memory:
             self._lock.release()
 
     def held(self) -> list[Tensor]:
-        """Return the blocks that have memory, as bytes."""
+        """Return the blocks that have memory allocated, as tensors of bytes."""
         resident = [block for block in self._blocks if block.resident]
         return [torch.frombuffer(self.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
 
@@ -155,7 +155,7 @@ class Memory:
         return block
 
     def _populate(self, block: Block) -> None:
-        """Allocate a block's memory now: where there is none, writing to it later would kill the process."""
+        """Allocate a block's memory, or raise ``MemoryError``: writing to a missing page would kill the process."""
         try:
             self._own.populate(block.offset, block.nbytes)
         except OSError as error:
@@ -169,7 +169,7 @@ def block_bytes(nbytes: int) -> int:
 
 
 def open_pool(ranks: HostBackend, timeout: float, threads: Threads) -> Memory | str:
-    """Return memory that all ranks share, or the reason why they can't, alike on all; all ranks call it."""
+    """Return memory that all ranks share, or the reason why they can't share any. Communicates: all ranks call it."""
     own = _or_why_not(lambda: Memory(ranks.rank, ranks.size, threads))
     addresses = ranks.all_gather_object(own if isinstance(own, str) else own.address)
     refusals = _refusals(addresses)
@@ -189,7 +189,7 @@ def _or_why_not(make: Callable[[], T]) -> T | str:
 
 
 def _refusals(answers: list[object]) -> str:
-    """Return the ranks that can't, and their reasons, in words; empty: all can."""
+    """Return the ranks that can't share memory, and their reasons, as text; empty if all can."""
     return "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
 
 

@@ -27,7 +27,7 @@ _LARGE = 2**17  # elements that take longer to be copied twice than to be sent b
 
 
 class Pairwise(HostBackend):
-    """Sends messages from rank to rank.
+    """A backend of point-to-point messages over gloo.
 
     Args:
         group: a gloo group, whose collectives aren't used. Only its context keeps it alive.
@@ -56,7 +56,7 @@ class Pairwise(HostBackend):
         self._in_rounds = [peer for turn, peer in zip(turns, self.peers, strict=True) if turn & (turn - 1) == 0]
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Start sending a message to each of the others, and receiving one from each."""
+        """Start sending a message to each other rank, and receiving one from each. Communicates."""
         buffer, places = what.buffer, what.into
         parts = [buffer] * self.size if what.sizes is None else buffer.split_with_sizes(list(what.sizes))
         if places is None:
@@ -67,7 +67,7 @@ class Pairwise(HostBackend):
         return _work(works, lambda: read(theirs), buffer, *theirs.values())
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start sending this rank's row to all others: large pieces from where they lie, small ones end to end."""
+        """Start sending this rank's row to all others; small pieces travel end to end. Communicates."""
         keep_own(own, rows, self.rank)
         large = [each for each in rows if each.shape[1] >= _LARGE]
         small = [each for each in rows if each.shape[1] < _LARGE]
@@ -86,7 +86,7 @@ class Pairwise(HostBackend):
         return _work(works, unpack_theirs, packed, *rows)
 
     def exchange(self, few: Tensor, kind: Kind, combine: Callable[[Tensor], T]) -> Work[T]:
-        """Start gathering a few numbers: a maximum and agreements in rounds, others from all ranks to all."""
+        """Start gathering a few numbers; maxima and agreements travel in log2(ranks) rounds. Communicates."""
         if combine is MAXIMUM:
             return cast("Work[T]", self._maximum(few.clone(), kind))
         if kind is Kind.AGREEMENT:
@@ -94,7 +94,7 @@ class Pairwise(HostBackend):
         return super().exchange(few, kind, combine)
 
     def _maximum(self, few: Tensor, kind: Kind) -> Work[Tensor]:
-        """Start taking the maximum in rounds, each of which doubles the number of ranks that it is of; in place.
+        """Start taking the maximum over all ranks in place, in log2(ranks) rounds. Communicates.
 
         Hosts agree on every backend, with any number of ranks, so the messages grow with its logarithm. (Dissemination:
         Hensgen, Finkel and Manber, 1988.) A thread runs the rounds of presence maps, whatever this rank does meanwhile.
@@ -113,7 +113,7 @@ class Pairwise(HostBackend):
         return self._maps.after(Work(run_rounds, tensors=(few,)), lambda most: Work(lambda: most))
 
     def _gathered(self, few: Tensor) -> Tensor:
-        """Return all ranks' numbers, from rounds that each double their number. (Bruck et al., 1997.)"""
+        """Gather all ranks' numbers in log2(ranks) rounds (Bruck et al., 1997). Communicates."""
         had = few.new_empty(self.size, *few.shape)  # of this rank, of the one before it, ...
         had[0] = few
         for at, peer in enumerate(self._in_rounds):
@@ -125,7 +125,7 @@ class Pairwise(HostBackend):
     def send_and_receive(
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: Kind, peers: Sequence[tuple[int, int]] | None = None
     ) -> list[_Message]:
-        """Start sending the first tensor of each pair and receiving into the second; empty ones stay."""
+        """Start sending the first tensor of each pair, and receiving the second. Communicates."""
         group = self._buffers() if kind.carries_buffers else self._group()
         if group is None:
             raise RuntimeError(
@@ -142,21 +142,21 @@ class Pairwise(HostBackend):
 
 
 class _Message(NamedTuple):
-    """A message that is under way to or from a peer, which its errors name by its global rank."""
+    """A message under way to or from a peer; its errors name the peer's global rank."""
 
     work: dist.Work
     rank: int
 
     @classmethod
     def started(cls, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, rank: int) -> _Message:
-        """Start a message."""
+        """Start a message by ``begin``, and return it; raise ``PeerError`` if that fails."""
         try:
             return cls(begin([tensor], peer, tag), rank)
         except RuntimeError as error:
             raise PeerError(rank, str(error)) from error
 
     def wait(self) -> None:
-        """Return when the message has been sent, or received."""
+        """Wait until the message has been sent or received; raise ``PeerError`` if that fails."""
         try:
             self.work.wait()
         except RuntimeError as error:
