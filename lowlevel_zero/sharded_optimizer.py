@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -96,7 +97,7 @@ class ShardedOptimizer(Optimizer):
         self.optim.param_groups = groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> defaultdict[Tensor, Any]:
         """Return the wrapped optimizer's state, by slice; raise ``TypeError`` for torch's ``get_state_dict``.
 
         torch's ``get_state_dict``, ``set_state_dict`` and their like look at it first, and then for the model's
@@ -113,7 +114,7 @@ class ShardedOptimizer(Optimizer):
         return self.optim.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
         self.optim.state = state
 
     @property

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ReferenceType, ref
 
 import torch
@@ -34,6 +34,7 @@ from .of_optimizer import OptimizerGradients
 from .operations import Args, Keywords, name_of, perform, tensors_in
 
 if TYPE_CHECKING:
+    import numpy as np
     from typing_extensions import Self
 
 # Whole gradients that one operation has gathered, by the gradient that isn't a view.
@@ -104,7 +105,7 @@ class ShardedGradient(Handle):
         self.held()
         return own
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         """Gather the whole gradient, and return it as a read-only array. Every rank calls it."""
         array = self.full_tensor().numpy(force=force)
         array.flags.writeable = False
@@ -142,19 +143,19 @@ class ShardedGradient(Handle):
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "data_ptr()")
 
-    def storage(self) -> Any:
+    def storage(self) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "storage()")
 
-    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "dlpack")
 
-    def __dlpack_device__(self) -> Any:
+    def __dlpack_device__(self) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
         raise refusals.of_memory(self.name_of_parameter, "dlpack")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient can't be pickled."""
         raise refusals.of_pickling(self.name_of_parameter)
 
