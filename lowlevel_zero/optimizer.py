@@ -70,30 +70,34 @@ _log = logging.getLogger("lowlevel_zero")
 class LowLevelZeroOptimizer(ShardedOptimizer):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
-    Each parameter is padded and viewed as ``[world_size, -1]``. Every rank steps row ``rank`` of every
-    parameter with ``optimizer`` and gathers the updated rows. The scheme is ColossalAI's low-level ZeRO, whose
-    keywords come first, in its order; the groups of options at the end have the same options, and more. All ranks
-    construct it alike; rank 0's parameters, buffers and optimizer state are broadcast. From then on ``optimizer`` holds
-    slices, not parameters. A parameter that needs padding, or shares its storage, moves to a storage of its own: other
-    tensors over the old memory stay as they were, and don't follow it. Other instances that have trained one of the
-    parameters are retired: any call of them raises.
+    Every rank passes the same arguments. Rank 0's parameters, buffers and optimizer state are broadcast first. Each
+    parameter is padded and viewed as ``[world_size, -1]``: every rank steps row ``rank`` of every parameter with
+    ``optimizer``, and the ranks gather the stepped rows. From then on ``optimizer`` holds these rows, which are called
+    slices, in place of the parameters.
+
+    A parameter that needs padding, or shares its storage with others, moves to a storage of its own: other tensors
+    over the old memory keep their values. Earlier instances that have trained one of the parameters are retired: any
+    call of them raises.
+
+    ColossalAI's low-level ZeRO has the same scheme. Its keywords come first, in its order; ``loss_scale``,
+    ``communication`` and ``diagnostics``, at the end, have the same options, and more.
 
     Raises:
-        RuntimeError: no process group is initialised, or another rank could not construct its optimizer, whatever its
-            error was. (A late error, as of memory, leaves ``optimizer`` with slices: make another.)
+        RuntimeError: no process group is initialised, or another rank raised an error of its own. (After a late error,
+            as of memory, ``optimizer`` may hold slices already: make another.)
         TypeError: an argument of the wrong type, or an optimizer whose parameters depend on each other.
         ValueError: a value out of range, contradictory options, a parameter that can't be sharded, or ranks
             that differ; the message names the option or the parameter. Nothing has been changed then.
 
     Args:
         optimizer: a torch optimizer over the parameters that treats each of them, or of their elements, by itself.
-        pg_to_param_list: lists of parameters that fewer ranks share, by process group: this rank's experts, under the
-            group of the ranks that have the same ones. These groups part the ranks of ``dp_process_group``, which share
-            all other parameters. Gradients are summed over a parameter's own group and divided by the number of
-            data-parallel ranks, as in a dense run. Buffers and frozen parameters go with their modules. A module in the
-            mapping's place is the ``model``.
-        dp_process_group: the ranks to shard over; None: the default group, or of a ``pg_to_param_list`` that has all
-            parameters the group with the ranks of the others. Or two groups of a grid, ``(outer, inner)``.
+        pg_to_param_list: this rank's experts: for each process group, a list of the parameters that its ranks share.
+            The groups divide the ranks of ``dp_process_group``, which share all other parameters. Gradients of experts
+            are summed over their group and divided by the number of data-parallel ranks, as in a dense run. Buffers
+            and frozen parameters are shared as the trained parameters of their modules are. A module that is passed
+            here is the ``model``.
+        dp_process_group: the ranks to shard over; None: the default group, or, if all parameters are in
+            ``pg_to_param_list``, the one of its groups that has all others' ranks. Or a grid's two, ``(outer, inner)``.
         extra_dp_group: the outer level's ranks, where ``dp_process_group`` is the inner level's.
         model: the module that the parameters belong to: gives names to messages, and has its buffers and
             remaining parameters broadcast too.
