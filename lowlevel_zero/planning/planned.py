@@ -14,7 +14,7 @@ from ..bookkeeping.gather_store import IN_FLIGHT, in_parts
 from ..communication.backends.backend import DEVICE_BUCKET, HOST_BUCKET
 from ..communication.backends.memory_pool import block_bytes
 from ..communication.backends.native import Native
-from ..communication.backends.shared_memory import SharedMemory
+from ..communication.backends.shared_memory import READ_WHOLE, SharedMemory
 from ..communication.fp8 import encoded_size
 from ..layout.records import BucketLayout, Layout, ParameterLayout, parameter_layout, with_buckets
 from ..optim.quantised import slice_multiple
@@ -163,14 +163,16 @@ def most_under_way(layout: Layout, options: ZeroOptions, on_host: bool, micro_ba
         return 0
     in_place = options.stage == 1 and micro_batches == 1 and not on_host
     reductions = [0 if in_place else _reduction(bucket, options) for bucket in layout.buckets]
-    rows = [bucket.row_bytes(bucket.dtype) if options.stage == 1 else 0 for bucket in layout.buckets]  # of all-reduces
     ordered = layout.buckets if options.cpu_offload else layout.buckets[::-1]
     parts = in_parts((bucket.kind, bucket.planned.body, bucket) for bucket in ordered)
     gathers = [_gather(part, options, on_host) for part in parts]
     at_once = len(gathers) if options.communication.overlap_gathers else IN_FLIGHT + 1
     if on_host:
         ahead = 2 * (SharedMemory.in_flight + 1)
-        blocks = ((reductions, ahead), (rows, ahead), (gathers, 2 * at_once))
+        meet_twice = options.stage == 1 and layout.world_size > READ_WHOLE
+        rows = [bucket.row_bytes(bucket.dtype) if meet_twice else 0 for bucket in layout.buckets]
+        passes = min(micro_batches, ahead)
+        blocks = ((passes * reductions, ahead), (passes * rows, ahead), (gathers, 2 * at_once))
         large = sum(_most(map(block_bytes, filter(None, sizes)), most) for sizes, most in blocks)
         return large + _FEW_NUMBERS * block_bytes(1)
     return max(_most(reductions, Native.in_flight + 1), _most(gathers, at_once))

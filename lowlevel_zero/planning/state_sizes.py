@@ -45,18 +45,22 @@ def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
         raise ValueError(f"optimizer: expected one of {', '.join(NAMES)}, got {optimizer!r}")
     if not callable(make):
         raise TypeError(f"optimizer: expected an optimizer, its class or one of {', '.join(NAMES)}, got {optimizer!r}")
-    try:
-        made = make([nn.Parameter(torch.zeros(_MORE, device="cpu"))])
-    except Exception as error:  # whatever another's class raises
-        raise ValueError(
-            f"optimizer: {optimizer!r} could not be made of parameters alone ({error}): pass an optimizer, or a "
-            "function of the parameters that returns one"
-        ) from error
-    if not isinstance(made, Optimizer):
+    error = None
+    for shape in ((_MORE,), _SIDES[0]):  # some classes take matrices alone
+        try:
+            made = make([nn.Parameter(torch.zeros(shape, device="cpu"))])
+        except Exception as raised:  # whatever another's class raises
+            error = error or raised
+            continue
+        if isinstance(made, Optimizer):
+            return made, make
         raise TypeError(
             f"optimizer: expected {optimizer!r} to return a torch.optim.Optimizer, got {type(made).__name__}"
         )
-    return made, make
+    raise ValueError(
+        f"optimizer: {optimizer!r} could not be made of parameters alone ({error}): pass an optimizer, or a function "
+        "of the parameters that returns one"
+    ) from error
 
 
 class StateSizes:

@@ -370,7 +370,7 @@ def test_a_large_model_takes_seconds() -> None:
     assert time.process_time() - began < 3
 
 
-def at_once(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+def at_once(rank: int, world_size: int, stage: int, layers: int, passes: int) -> tuple[int, int]:
     """The most memory that shared blocks took on a rank of a host, where one rank is slow, and the estimate."""
     held, take = [0], Memory.take
 
@@ -381,21 +381,24 @@ def at_once(rank: int, world_size: int, stage: int) -> tuple[int, int]:
 
     patch_rank(Memory, "take", taken)
     patch_rank(reducer, "_PATIENCE", 60.0)  # a rank that waits in vain lets further buffers come
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(40)))
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(layers)))
     optimizer = LowLevelZeroOptimizer(
         sgd(model.parameters()), model=model, stage=stage, reduce_bucket_size=2 * 128 * 128
     )
     for _ in range(3):
-        optimizer.backward(model(torch.ones(1, 128)).sum())
+        for _ in range(passes):
+            optimizer.backward(model(torch.ones(1, 128)).sum())
         time.sleep(0.05 * rank)
         optimizer.step()
         optimizer.zero_grad()
-    return max(held), estimate(model, world_size, stage, None, sgd, reduce_bucket_size=2 * 128 * 128).bucket_buffers
+    told = estimate(model, world_size, stage, None, sgd, reduce_bucket_size=2 * 128 * 128, micro_batches=passes)
+    return max(held), told.bucket_buffers
 
 
+@pytest.mark.parametrize(("layers", "passes"), [(40, 1), (2, 3)])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_ranks_of_one_host_hold_no_more_buffers_than_were_estimated(stage: int) -> None:
-    runs = [pair for _ in range(3) for pair in run_ranks(at_once, 2, stage)]
+def test_ranks_of_one_host_hold_no_more_buffers_than_were_estimated(stage: int, layers: int, passes: int) -> None:
+    runs = [pair for _ in range(3) for pair in run_ranks(at_once, 2, stage, layers, passes)]
     assert any(0 < held <= told for held, told in runs)
     # A rank that gives up waiting for a slow one, as on a busy machine, has more buffers under way for a moment.
     assert all(0 < held <= 2 * told for held, told in runs)
@@ -444,6 +447,13 @@ def test_groups_keep_what_their_settings_say() -> None:
     assert estimate([first, second], 1, 1, None, optimizer).states == 400
     assert estimate([first, second], 1, 1, None, lambda params: torch.optim.Adam(params, amsgrad=True)).states == 1328
     assert estimate([second], 1, 1, None, torch.optim.Adam([first], fused=True)).states == 84
+
+
+def test_a_class_that_takes_matrices_alone() -> None:
+    matrix = nn.Parameter(torch.zeros(40, 30))
+    told = estimate([matrix], 2, 2, None, torch.optim.Muon)
+    assert told == estimate([matrix], 2, 2, None, torch.optim.Muon([matrix]))
+    assert told.states == 4 * 40 * 30
 
 
 def test_frozen_and_foreign_parameters_are_only_held() -> None:

@@ -29,7 +29,7 @@ KEPT = 32 * 2**20
 
 # Ranks up to which each reads all buffers whole in an all-reduce, which meets once. More meet twice: each rank sums its
 # own row of all buffers, and then copies the others' sums.
-_READ_WHOLE = 3
+READ_WHOLE = 3
 
 
 class SharedMemory(HostBackend):
@@ -65,8 +65,8 @@ class SharedMemory(HostBackend):
         return packed
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Start summing: up to ``_READ_WHOLE`` ranks each sum all rows, in rank order and so to the same bits."""
-        if self.size > _READ_WHOLE:
+        """Start summing: up to ``READ_WHOLE`` ranks each sum all rows, in rank order and so to the same bits."""
+        if self.size > READ_WHOLE:
             return super().all_reduce(buffer)
         flat = buffer.view(-1)
         total = self.trade(Trade(Kind.REDUCE, flat, None, [len(flat)] * self.size), self.adding(flat))
