@@ -126,7 +126,9 @@ def messages_of(tree: ast.Module, others: Mapping[str, str] = MappingProxyType({
         text = text_of(node.args[0], constants)
         kind = name.rsplit(".", 1)[-1]
         told.add(text)
-        if " " in text and (kind.endswith("Error") or kind == "LostRank"):
+        if kind == "Refusal":
+            yield Message("RuntimeError", "{name}: " + text.replace("{}", "{...}"))
+        elif " " in text and (kind.endswith("Error") or kind == "LostRank"):
             yield Message(kind, text)
         elif " " in text and name in ("_log.warning", "warnings.warn", "log.warning"):
             yield Message("warning", text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -169,7 +169,7 @@ def _expanded(target: ShardedGradient, value: Tensor) -> Tensor:
     try:
         return value.expand(target.shape)
     except RuntimeError as error:
-        raise refusals.of_shape(target.name_of_parameter, target.shape, value.shape) from error
+        raise refusals.SHAPE(target.name_of_parameter, tuple(target.shape), tuple(value.shape)) from error
 
 
 def _edit(func: Any, listed: bool, parts: Sequence[Any], keywords: Keywords, own: Tensor) -> None:
@@ -274,16 +274,16 @@ def _detach_in_place(func: Any, args: Args, kwargs: Keywords) -> Any:
     return args[0]
 
 
-def _refusing(error: Callable[[str, str], RuntimeError]) -> Performer:
-    """Return a performer that raises ``error`` with the parameter's name and the operator's."""
+def _refusing(refusal: refusals.Refusal) -> Performer:
+    """Return a performer that raises ``refusal`` for the first gradient among an operator's arguments."""
 
     def refuse(func: Any, args: Args, kwargs: Keywords) -> Any:
         first = next(each for each in tensors_in((args, kwargs)) if is_sharded(each))
-        raise error(first.name_of_parameter, name_of(func))
+        raise refusal(first.name_of_parameter, name_of(func))
 
     return refuse
 
 
-performs(Kind.MEMORY)(_refusing(refusals.of_reshaping))
-performs(Kind.COLLECTIVE)(_refusing(refusals.of_collective))
-performs(Kind.SCALER)(_refusing(refusals.of_scaler))
+performs(Kind.MEMORY)(_refusing(refusals.RESHAPING))
+performs(Kind.COLLECTIVE)(_refusing(refusals.COLLECTIVE))
+performs(Kind.SCALER)(_refusing(refusals.SCALER))

@@ -136,28 +136,28 @@ class ShardedGradient(Handle):
         if value is self:  # as ``model.to(device)`` does where nothing changes
             return
         if (value.dtype, value.device) != (self.dtype, self.device):
-            raise refusals.of_conversion(self.name_of_parameter, f"{value.dtype} on {value.device}")
-        raise refusals.of_data(self.name_of_parameter)
+            raise refusals.CONVERSION(self.name_of_parameter, value.dtype, value.device)
+        raise refusals.DATA(self.name_of_parameter)
 
     def data_ptr(self) -> int:
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.of_memory(self.name_of_parameter, "data_ptr()")
+        raise refusals.MEMORY(self.name_of_parameter, "data_ptr()")
 
     def storage(self) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.of_memory(self.name_of_parameter, "storage()")
+        raise refusals.MEMORY(self.name_of_parameter, "storage()")
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.of_memory(self.name_of_parameter, "dlpack")
+        raise refusals.MEMORY(self.name_of_parameter, "dlpack")
 
     def __dlpack_device__(self) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.of_memory(self.name_of_parameter, "dlpack")
+        raise refusals.MEMORY(self.name_of_parameter, "dlpack")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient can't be pickled."""
-        raise refusals.of_pickling(self.name_of_parameter)
+        raise refusals.PICKLING(self.name_of_parameter)
 
     def share_memory_(self) -> ShardedGradient:
         """Return the gradient unchanged: it has no memory to share."""
@@ -178,9 +178,9 @@ class ShardedGradient(Handle):
         """Return the record and the optimizer's gradients; raise if either is gone or the gradient was cleared."""
         record, gradients = self._record(), self._gradients()
         if record is None or gradients is None:
-            raise refusals.of_dead(self.name_of_parameter)
+            raise refusals.DEAD(self.name_of_parameter)
         if self._retired:
-            raise refusals.of_kept(self.name_of_parameter)
+            raise refusals.KEPT(self.name_of_parameter)
         return record, gradients
 
     def retire(self) -> Handle:
@@ -222,7 +222,7 @@ class ShardedGradient(Handle):
         """Finish reductions, and write to this rank's slice the elements in which ``after`` differs from ``before``."""
         record, gradients = self.held()
         if after.shape != before.shape:
-            raise refusals.of_shape(self.name_of_parameter, before.shape, after.shape)
+            raise refusals.SHAPE(self.name_of_parameter, tuple(before.shape), tuple(after.shape))
         old, new = self.own_part(before), self.own_part(after)
 
         def edit(own: Tensor) -> None:
@@ -312,7 +312,7 @@ class ViewOfGradient(ShardedGradient):
 
     def to_local(self) -> Tensor:
         """Raise ``RuntimeError``: the view's elements may be other ranks'."""
-        raise refusals.of_memory(self.name_of_parameter, "to_local() of a view")
+        raise refusals.MEMORY(self.name_of_parameter, "to_local() of a view")
 
     def root(self) -> ShardedGradient:
         """Return the gradient that this is a view of."""
@@ -336,9 +336,9 @@ def _perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
     first = next(each for each in tensors_in((args, kwargs)) if isinstance(each, ShardedGradient))
     refuse_compiled(first.name_of_parameter)
     if not _is_engine(sys._getframe(1).f_back):
-        raise refusals.of_hook(first.name_of_parameter, name_of(func))
+        raise refusals.HOOK(first.name_of_parameter, name_of(func))
     if func not in (_ADD_, _ADD) or args[0] is not first:
-        raise refusals.of_ddp(first.name_of_parameter)
+        raise refusals.DDP(first.name_of_parameter)
     record, _ = first.held()
     if first.live() is not first:
         record.refuse_assigned()
