@@ -55,6 +55,6 @@ DDP = Refusal(
     "DistributedDataParallel: leave that wrapper out, and run the plain model (ddp.module)"
 )
 DEAD = Refusal(
-    "expected the optimizer that reduced this gradient, which is gone: keep a reference to the optimizer, or set p.grad "
-    "to None"
+    "expected the optimizer that reduced this gradient, which is gone: keep a reference to the optimizer, or set "
+    "p.grad to None"
 )

