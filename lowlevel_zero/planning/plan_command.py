@@ -61,7 +61,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("memory").add_argument
     add("--optimizer", default="adamw", help=f"one of {', '.join(NAMES)} (default: %(default)s)")
     text = "print only rows with cpu_offload, or only rows without (default: both)"
-    add("--offload", action=argparse.BooleanOptionalAction, default=None, help=text)
+    add("--cpu-offload", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "step 16-bit slices without fp32 masters"
     add("--no-master-weights", action="store_false", dest="master_weights", help=text)
     text = "split the model by elements or by parameters (default: the optimizer's class decides)"
@@ -117,7 +117,7 @@ def _memory(options: argparse.Namespace, model: nn.Module | int, title: str, fac
         estimate(model, world_size, stage, cpu_offload=offload, **keywords)
         for world_size in options.world_size
         for stage in options.stage
-        for offload in ([False, True] if options.offload is None else [options.offload])
+        for offload in ([False, True] if options.cpu_offload is None else [options.cpu_offload])
     ]
     if options.json:
         found_by_name = [each.as_dict() for each in found]

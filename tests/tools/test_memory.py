@@ -546,7 +546,7 @@ def test_the_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
                 "4",
                 "--stage",
                 "2",
-                "--no-offload",
+                "--no-cpu-offload",
                 "--optimizer",
                 "SGD",
                 "--json",
@@ -562,7 +562,7 @@ def test_the_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plan_where_ranks_own_parameters_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "plan --params 100M --world-size 3 --stage 2 --no-offload --split parameters"
+    command = "plan --params 100M --world-size 3 --stage 2 --no-cpu-offload --split parameters"
     assert main(command.split()) == 0
     told = capsys.readouterr().out
     head, row = (told.splitlines()[at].split() for at in (2, 3))

@@ -153,7 +153,7 @@ def test_a_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     numel = sum(p.numel() for p in tiny().parameters())
     assert (found["params"], found["computing"]["backward"]) == (numel, 4 * numel * 1000 / 1e12)
-    assert main([*command.split(), "--no-offload"]) == 0
+    assert main([*command.split(), "--no-cpu-offload"]) == 0
     (estimated,) = json.loads(capsys.readouterr().out)["estimates"]
     assert estimated["parameters"] >= 2 * numel
 
