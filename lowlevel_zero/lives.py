@@ -121,12 +121,12 @@ def let_go(optimizer: ShardedOptimizer) -> None:
     for record in optimizer.sharded_parameters if optimizer.scaler is not None else ():
         record.p.grad = None
     if not optimizer.shard_group.progress.is_forked:
-        with suppress(RuntimeError):  # others have gone
+        with suppress(RuntimeError):  # other ranks have gone
             optimizer.finish_gathers()
         for group in optimizer.sharded_parameters.shard_groups:
             group.leave()
-    optimizer.streams.join()  # before others have the memory of what is added up beside
-    optimizer.sharded_groups.clear()  # whose parts know the list, and would wait for the garbage collector
+    optimizer.streams.join()  # before the memory of sums on the stream beside is used by others
+    optimizer.sharded_groups.clear()  # its members refer to the list: such a cycle would wait for the garbage collector
 
 
 def _key(group: ShardGroup) -> str:

@@ -349,7 +349,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients accumulate in ``p.grad``, in its dtype, without reduction."""
-        state = self.step_state  # which another optimizer may retire meanwhile
+        state = self.step_state  # kept here, since another optimizer may retire this one meanwhile
         before, state.syncs = state.syncs, False
         try:
             yield
@@ -441,7 +441,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm
         with self.calls.taking_part(partial(self._catch_up, norm, last), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
-            self._observer.step_begins()  # which may ask the other ranks, so they have to be in this call
+            self._observer.step_begins()  # it may ask the other ranks, so they have to be in this call
             if last is not None:
                 self._judge(last, at_hand=False)
             if self._guard.edited:

@@ -24,7 +24,7 @@ ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
     *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
 )
-# A cache line of a GPU, and what its memory is read by.
+# Bytes of a GPU's cache line, in which its memory is read.
 ROW_BYTES = 128
 # Elements. NCCL reaches its bandwidth with messages that are multiples of large powers of 2 (Megatron-LM's measure).
 WIDE_ROW = 2**16

@@ -42,10 +42,10 @@ class ShardedOptimizer(Optimizer):
     optim: Optimizer  # the wrapped one
     options: ZeroOptions  # the caller's choices
     model: nn.Module | None  # the module that was given
-    shard_group: ShardGroup  # all data-parallel ranks, who call the methods together
+    shard_group: ShardGroup  # all data-parallel ranks, which call the methods together
     sharded_parameters: ParameterStore  # the records of the trained parameters, and the parameters of all groups
     sharded_groups: list[ShardedGroup]  # the records by the ranks that share them, with what gives them new values
-    step_state: StepState  # how far the step that is to come is
+    step_state: StepState  # the phase of the current step
     scaler: LossScaler | None  # the dynamic loss scale; None unless a parameter is fp16
     device: torch.device  # where the parameters are
     streams: Streams  # those of the device that work is done on
@@ -53,12 +53,12 @@ class ShardedOptimizer(Optimizer):
     runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
     serial: int  # of the newest checkpoint that was saved of it or loaded into it
 
-    calls: Calls  # what its methods begin with, and finish
+    calls: Calls  # how its methods begin, and finish reductions
     gradients: OptimizerGradients  # what callers do with ``p.grad``
 
-    _guard: Guard  # of its calls
+    _guard: Guard  # checks each call
     _norm: GlobalNorm | None  # the last step's
-    _retired: str  # why nothing can be asked of it any more
+    _retired: str  # the reason why every call raises; empty while it is in use
 
     def __init__(self, optim: Optimizer) -> None:
         # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
@@ -253,8 +253,8 @@ class ShardedOptimizer(Optimizer):
 
     # ---- ColossalAI's API (0.5.0), whose callers look parameters up by ``id()`` ----
 
-    # Those of gradients and of the state dict communicate: every rank calls them, in the same order. The others tell
-    # what this rank has, and may be asked of one rank alone.
+    # Those of gradients and of the state dict communicate: every rank calls them, in the same order. The others return
+    # what this rank has, and may be called on one rank alone.
 
     def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
         """Return the L2 norm of the last step's gradients, unscaled and before clipping; None before a step.

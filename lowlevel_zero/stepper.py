@@ -31,7 +31,7 @@ from .sharded_group import ShardedGroup
 # Their fused kernels take a gradient's scale and a flag to leave everything as it is. (SGD's leaves a first momentum
 # unset when the flag is up.)
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
-# What their settings are where their user left the choice of a kernel open.
+# Their settings where the user has left the choice of a kernel to torch.
 _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
 
 
@@ -243,7 +243,7 @@ class Stepper:
     def _leave_out(self, parts: Sequence[Part], factor: float | Tensor) -> None:
         """Keep gradients but step nothing, and gather the parts unchanged, after an overflow. Communicates."""
         for part in parts:
-            for bucket in part.buckets:  # ranks whose kernels see to an overflow keep the same
+            for bucket in part.buckets:  # the same on ranks whose kernels skip an overflow
                 bucket.to_step()
                 bucket.state, bucket.scale = BucketState.STEPPED, factor
             self._gather(part)
@@ -340,7 +340,7 @@ def _scaling(optim: Any, factor: float | Tensor, overflow: Tensor | None, device
     inverse = 1.0 / factor
     if isinstance(inverse, Tensor):
         optim.grad_scale = inverse.to(device, torch.float32)
-    else:  # without waiting for the device, which a copy of the host's number would
+    else:  # made on the device: copying the host's number would wait for the device
         optim.grad_scale = torch.full((), inverse, dtype=torch.float32, device=device)
     optim.found_inf = None if overflow is None else overflow.float()
     try:

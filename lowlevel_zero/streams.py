@@ -154,7 +154,7 @@ class DeviceStreams(Streams):
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Run the body on the stream beside home, after home and the current stream; nested calls stay there."""
-        if self._keeping is not None:  # within what is done there
+        if self._keeping is not None:  # called by code that runs beside already
             yield
             return
         if self._beside is None:

@@ -220,7 +220,7 @@ def _run(rank: int, world_size: int, folder: str, compare: Callable[[], Alike]) 
         found = compare()
     except (AssertionError, TypeError, ValueError) as error:
         found = type(error)(str(error))
-    except Exception as error:  # whatever the caller's functions raise, and its type may not be pickled
+    except Exception as error:  # the caller's functions may raise anything, and its type may not be pickled
         found = RuntimeError(f"{type(error).__name__}: {error}")
     if rank == 0:
         torch.save(found, Path(folder, "found"))

@@ -61,7 +61,7 @@ class AwaitedParameter(nn.Parameter):
                 wait_for(p)
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                return nn.Parameter(args[0])  # it took us for a class of tensors, whose detach returns their own
+                return nn.Parameter(args[0])  # for a class of tensors it wants detach to return that class
             return func(*args, **kwargs)
 
     def as_subclass(self, cls: type[_Tensor]) -> _Tensor:

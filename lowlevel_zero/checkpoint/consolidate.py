@@ -23,7 +23,7 @@ from .saved import SavedCheckpoint
 from .sharded_state import BLOCK, renamed
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
-_MAPPED_FROM = 2**20  # bytes of a tensor that is read into a file, of which the system keeps in memory what fits
+_MAPPED_FROM = 2**20  # bytes of a tensor that is read into a mapped file, of which memory keeps what fits
 
 
 def consolidate(
@@ -169,7 +169,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
     groups = settings["param_groups"]
     places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
     state = {places[name]: {**of, **settings["states"].get(name, {})} for name, of in tensors.items()}
-    plan = settings["plan"] if one_plan else None  # of experts' groups each has another
+    plan = settings["plan"] if one_plan else None  # each group of experts has a plan of its own
     return {
         "state": {place: of_place for place, of_place in state.items() if of_place},
         "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
@@ -190,7 +190,7 @@ def _room_for(like: Tensor, folder: Path) -> Tensor:
     if like.nbytes < _MAPPED_FROM:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):  # who writes into a mapped file can't be told that the disk is full
+        if hasattr(os, "posix_fallocate"):  # writing into a mapped file can't report that the disk is full
             os.posix_fallocate(file.fileno(), 0, like.nbytes)
         flat = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
     return flat.as_strided(like.shape, like.stride())

@@ -183,7 +183,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name.removeprefix("Pure") in ("PosixPath", "WindowsPath"):
-            # A checkpoint of another system has paths that can't be made here; nobody looks at them.
+            # A checkpoint of another system may hold paths that can't be made here; they aren't used.
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)

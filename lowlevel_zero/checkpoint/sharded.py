@@ -34,7 +34,7 @@ from .sharded_state import ShardedState
 _log = logging.getLogger("lowlevel_zero")
 
 # torch's loader refuses a name that a checkpoint lacks. So what plain optimizers don't have (loss scale, bucket plan)
-# has no name of its own: it is one more entry of the first group's "params", which is nobody's name.
+# has no name of its own: it is one more entry of the first group's "params", which no parameter has as its name.
 _MARK = "lowlevel_zero:"
 _GIVE = "give the state of its optimizer"
 

@@ -394,7 +394,7 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
     tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
     sample = _sample_shape(record)
     if record.split.owner is not None and any(value.shape not in (sample, ()) for value in tensors.values()):
-        return {}  # of shapes that follow from the parameter's in a way that isn't known
+        return {}  # it isn't known how their shapes follow from the parameter's
     if record.keeps_more:
         tensors[MASTER] = record.p32.new_zeros(sample)
     return {

@@ -120,7 +120,7 @@ class CheckpointWriter:
         """Publish the checkpoint on the first rank if all ranks have written; else raise on all. Communicates."""
         try:
             reasons = self._outcome(sums, error)
-        except Exception as lost:  # of whatever kind: a peer has gone, or the process group has
+        except Exception as lost:  # of whatever type: a peer has gone, or the process group has
             told = lost_rank_error(lost, self._group, "writing") or f"{type(lost).__name__}: {lost}"
             hint = "" if dist.is_initialized() else f" ({ALONE})"
             raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}") from lost
@@ -188,5 +188,5 @@ def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Call ``do``, and return its result and None, or None and its exception."""
     try:
         return do(), None
-    except Exception as error:  # of whatever kind, of a disk or of torch: the other ranks wait for what became of it
+    except Exception as error:  # of whatever type, from the disk or torch: the other ranks wait to learn how it went
         return None, error

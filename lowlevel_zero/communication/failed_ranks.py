@@ -23,7 +23,7 @@ _REMEDY = (
     "ended: start all ranks again from the newest checkpoint, as torchrun --max-restarts does by itself"
 )
 
-# A broken connection, as gloo, NCCL, torch's stores and control pipes tell of it: nobody has a type for it.
+# What gloo, NCCL, torch's stores and control pipes say of a broken connection, which has no type of its own.
 _BROKEN = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused|aborted)|Broken pipe|(Read|Write) error \[|got 0 bytes"
     r"|remote process exited|socket .*closed|process has ended"

@@ -30,8 +30,8 @@ def lay_end_to_end(into: Tensor, pieces: Sequence[Tensor]) -> None:
         torch.cat(list(pieces), out=into)
     elif into.numel() < _TINY * len(pieces):
         end_to_end = pieces[0].new_empty(into.numel())
-        torch.cat(list(pieces), out=end_to_end)  # where there is no ``out`` a surrounding autocast has a say
-        into.copy_(end_to_end)  # one more pass, but not several microseconds a piece
+        torch.cat(list(pieces), out=end_to_end)  # without ``out`` a surrounding autocast would change the dtype
+        into.copy_(end_to_end)  # one more pass costs less than some microseconds for each piece
     else:
         torch._foreach_copy_(into.split_with_sizes([piece.numel() for piece in pieces]), list(pieces))
 
@@ -61,7 +61,7 @@ def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
     total = torch.empty_like(rows[0]) if into is None else into
     wide = torch.promote_types(total.dtype, torch.float32)
     for block, first, second, *others in zip(*(torch.split(row, _BLOCK) for row in (total, *rows)), strict=True):
-        start = first.to(wide)  # itself, if it is
+        start = first.to(wide)  # ``first`` itself if it is fp32 already
         exact = torch.add(start, second, out=block if start is first else start)
         for other in others:
             exact += other

@@ -31,7 +31,7 @@ from .shard_group import ShardGroup, is_staged
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
-# Of this process; in a program whose ranks do the same, a try has one number on all of them.
+# Counts this process's tries. Ranks make the same grids in the same order, so a try has one number on all of them.
 _tries = count()
 
 _HOST = torch.device("cpu")

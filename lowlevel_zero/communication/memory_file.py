@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .pipes import close_with
 from .processes import Process, own_process
 
-_MOST = 64 * 2**30  # of address space
+_MOST = 64 * 2**30  # bytes of address space
 _PAGE = mmap.PAGESIZE
 
 
@@ -73,7 +73,7 @@ def map_of(address: MemoryAddress) -> mmap.mmap:
     if address.process.space != own_process().space:
         raise ValueError("it is on another host, or in another PID namespace")
     path = f"/proc/{address.process.number}/fd/{address.descriptor}"
-    # It may be another process by now, and opening some files does something: look first.
+    # The number may be another process's by now, whose files may act on being opened: look before that.
     seen = os.stat(path)
     if (seen.st_dev, seen.st_ino) != address.file:
         raise ValueError("its process has another number here")
@@ -89,7 +89,7 @@ def map_of(address: MemoryAddress) -> mmap.mmap:
 
 def _check_room(count: int, size: int) -> None:
     """Raise ``OSError`` if ``count`` mappings would take more than half of the address space that is left."""
-    import resource  # which Linux has
+    import resource  # imported here, since only Linux has it
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -105,5 +105,5 @@ def _check_room(count: int, size: int) -> None:
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, size)
-    mapped.madvise(mmap.MADV_DONTDUMP)  # most of it isn't there
+    mapped.madvise(mmap.MADV_DONTDUMP)  # a core dump would write out all of it, though most has no memory
     return mapped

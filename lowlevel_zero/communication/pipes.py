@@ -23,11 +23,11 @@ class OwnPipe:
     """
 
     def __init__(self) -> None:
-        import fcntl  # which Linux has, as it has what is asked of it
+        import fcntl  # imported here, since only Linux has it
 
         self.descriptor, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         close_with(self, self.descriptor, writing)  # the other end stays open, lest the pipe ends with its writers
-        with suppress(OSError):  # more than this user may have
+        with suppress(OSError):  # the size is more than this user may set
             fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _ROOM)
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)

@@ -193,7 +193,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
     options = None
-    with suppress(RuntimeError):  # made with its first tensor
+    with suppress(RuntimeError):  # a device's communicator is made with its first tensor
         options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
     return float(timeout.total_seconds())
@@ -319,7 +319,7 @@ def beside(
             store_of(group),
             name,
             timeout=timedelta(seconds=timeout),
-            pg_tag=name,  # or torch would give it to who asks for any group of these ranks
+            pg_tag=name,  # else torch would return it to callers that ask for any group of these ranks
         )
         torchs._world.pg_group_ranks[one] = {rank: place for place, rank in enumerate(members)}
         made[name] = one

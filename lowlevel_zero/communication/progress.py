@@ -28,7 +28,7 @@ AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map", "broadcast"
 KINDS = (REDUCTION, GATHER, NORM, AGREEMENT, MESSAGE, BROADCAST)
 
 _LISTED = 24  # names of parameters in a message, at most
-# As gloo, NCCL and control pipes tell of it: nobody has a type for it.
+# What the errors of gloo, NCCL and control pipes say of a timeout, which has no type of its own.
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|within \S+ s$")
 
 T = TypeVar("T")

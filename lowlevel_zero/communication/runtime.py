@@ -157,4 +157,4 @@ def carry_out(task: Callable[[], T], done: Future[T]) -> None:
 def _run(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # which may hold the object that this thread ends with
+        del task  # it may hold the last reference to the object whose end ends this thread

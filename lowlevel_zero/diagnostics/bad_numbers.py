@@ -176,7 +176,7 @@ class BadNumbers:
         """Describe the parameter, the bucket and the ranks at fault. All ranks call it. ``at_hand``: as of ``norm``."""
         try:
             mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
-        except Exception as error:  # as of memory that has run out: the others wait for what this rank has seen
+        except Exception as error:  # such as out of memory: the other ranks wait for this rank's findings
             _log.warning("could not look for numbers that aren't finite: %s: %s", type(error).__name__, error)
             mine = _Seen(None, set())
         gathered: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)

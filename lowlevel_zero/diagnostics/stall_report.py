@@ -29,7 +29,7 @@ from ..communication.runtime import runtime
 from ..communication.shard_group import ShardGroup
 from ..options import Diagnostics
 
-_LEFT = 2**62  # the number of a question that nobody gets to: an answer to it holds for all
+_LEFT = 2**62  # a question's number that is never reached: an answer to it answers all questions
 # Looks in the time after which a wait counts as a stall, and in which the others have to answer.
 _LOOKS, _PATIENCE = 10, 3
 _SLOWEST_LOOK, _FASTEST_LOOK = 5.0, 0.02
@@ -90,12 +90,12 @@ class Watch(Thread):
                 break
         with suppress(RuntimeError):  # the process that holds the store has ended
             self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
-        del self._store  # whose last owner isn't to be a thread that nobody joins any more
+        del self._store  # lest a thread that isn't joined any more be its last owner
 
     def _look(self, now: float) -> bool:
         """Answer other ranks' questions, and report a wait that takes too long; return whether to look again."""
         group = self._group()
-        progress = self._progress = self._progress if group is None else group.progress  # which may change
+        progress = self._progress = self._progress if group is None else group.progress  # it may have changed
         if progress.left or group is None:
             return False
         del group

@@ -65,7 +65,7 @@ class Untrained:
             return
         alive = self._alive().values()
         of_model = [each.sharded_parameters for each in alive if each.model is self._model]
-        if not of_model or of_model[0] is not self._parameters:  # the first optimizer of a model checks for all
+        if not of_model or of_model[0] is not self._parameters:  # a model's first optimizer checks for all of them
             return
         untrained -= {record.p for each in alive for record in each.sharded_parameters.records}
         new = [name for p, name in own_names(self._model).items() if p in untrained and name not in self._told]

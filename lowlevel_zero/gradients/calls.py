@@ -106,7 +106,7 @@ class Calls:
             doing: one of the names of ``Call``, the same on every rank.
         """
         self._guard.enter(doing, updates=False)
-        with torch.inference_mode(False), torch.no_grad():  # sums will be added to later, outside of it
+        with torch.inference_mode(False), torch.no_grad():  # later sums are added to these outside of inference mode
             self.agree(Call(doing), lambda each, call: each.reducer.agree_on_syncs(call))
         self._state.failure.raise_deferred()
 

@@ -96,7 +96,7 @@ def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
     A storage that several tensors share counts once, for the first owner that names it: an fp32 master slice
     that is a view of its parameter adds nothing.
     """
-    seen: set[int] = {0}  # of an empty storage
+    seen: set[int] = {0}  # the address of an empty storage
     held: dict[str, int] = {}
     for owner, tensors in owners.items():
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

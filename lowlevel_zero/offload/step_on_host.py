@@ -26,7 +26,7 @@ class HostBucket(Bucket):
     """A bucket whose row is copied to the host when it is reduced; its norm is measured on the device before."""
 
     _arrived: Mark
-    _norm: Tensor | None  # None: it may have been edited since
+    _norm: Tensor | None  # None: the row may have been edited since it was measured
 
     def __init__(self, copies: StepOnHost, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         super().__init__(planned, records)

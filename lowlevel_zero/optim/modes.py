@@ -41,7 +41,7 @@ def switch(
         before = list(_traces(optim, groups))
         _method(optim, call.name)()
         whole = any(record.split.owner is not None for each in groups for record in each.records)
-        if again and not whole and before == list(_traces(optim, groups)):  # what one rank owns others don't see
+        if again and not whole and before == list(_traces(optim, groups)):  # others don't see what one rank owns
             return
     try:
         agree(call, lambda each, call: each.reducer.agree_on_syncs(call))

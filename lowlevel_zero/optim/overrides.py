@@ -67,9 +67,9 @@ def _carry(optimizer: Any, parameters: ParameterStore) -> None:
     for record in parameters:
         overrides = overrides_of(optimizer, record.p)
         if overrides:
-            if id(record.p32) not in manager.pid2config:  # another tensor may get the same id
+            if id(record.p32) not in manager.pid2config:  # after this one, another tensor may get its id
                 finalize(record.p32, manager.pid2config.pop, id(record.p32), None)
             manager.pid2config[id(record.p32)] = overrides
     for at, group in enumerate(optimizer.param_groups):
-        for place in range(len(group["params"])):  # where frozen parameters are left out places are others'
+        for place in range(len(group["params"])):  # where frozen parameters are left out, later ones change places
             manager.index2config.pop((at, place), None)

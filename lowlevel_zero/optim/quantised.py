@@ -24,8 +24,8 @@ from .probe import full_name
 
 _TORCHAO = re.compile(r"torchao\.optim\.adam\.AdamW?8bit")
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.\w+\.(Paged)?(Adam|AdamW|Adagrad|Lion|RMSprop|SGD)(8bit|32bit)?")
-_BLOCK = 256  # of bitsandbytes; torchao's optimizers tell theirs
-_SMALLEST = 4096  # elements of a tensor whose states torchao quantises; bitsandbytes' optimizers tell theirs
+_BLOCK = 256  # bitsandbytes' block size; torchao's optimizers have theirs as an attribute
+_SMALLEST = 4096  # elements of the smallest tensor whose states torchao quantises; bitsandbytes' have an attribute
 _CODES, _SCALE = "_codes", "_scale"
 
 State = dict[str, Any]

@@ -27,7 +27,7 @@ NAMES = tuple(_MAKERS)
 
 _MOST = 2**16  # elements of a slice that an 8-bit optimizer steps, beside those that are left of a block
 _MORE = 97  # elements, or blocks, by which the larger slice is larger
-# Sides of small matrices, of which six tell the six terms of a size.
+# Sides of small matrices: six of them determine the six terms of a size.
 _SIDES = ((16, 16), (24, 16), (32, 16), (16, 24), (16, 32), (24, 24))
 
 

@@ -62,10 +62,10 @@ class StepTime(NamedTuple):
     stage: int
     buckets: int
     sent: int  # bytes, by each rank
-    wire: float  # in which the link is busy
-    hidden: float  # of these, in which the slowest rank computes
-    exposed: float  # of these, in which it waits
-    waiting: float  # by which a rank that is as fast as the average waits for the slowest
+    wire: float  # seconds in which the link is busy
+    hidden: float  # of these, seconds in which the slowest rank computes
+    exposed: float  # of these, seconds in which the slowest rank waits
+    waiting: float  # seconds that a rank of average speed waits for the slowest
     step: float  # all of it
 
 

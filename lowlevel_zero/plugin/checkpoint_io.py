@@ -51,7 +51,7 @@ from .files import (
     file_beside,
 )
 
-# Among an index's metadata, of which ColossalAI reads its own keys alone: what ``WholeState.load_shards`` calls them.
+# Keys of an index's metadata, by the names of ``WholeState.load_shards``; ColossalAI reads its own keys alone.
 _EXTRAS = {f"{EXTRAS}.{key}": key for key in ("loss_scale", FP8)}
 
 
@@ -282,7 +282,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
 # Writes one state dict to a path.
 _Form: TypeAlias = Callable[[dict[Any, Any], str], None]
-# Writes the other files of the pieces into a folder, and returns what the index tells of them.
+# Writes the other files of the pieces into a folder, and returns the index's metadata of them.
 _Others: TypeAlias = Callable[[str], dict[str, Any]]
 
 

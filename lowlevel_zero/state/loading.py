@@ -28,10 +28,10 @@ MASTER = "master_param"
 EXTRAS = "lowlevel_zero"
 OTHER_PLANS = "other_plans"
 # Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
-# say so counts as of a run without: a model that went on elsewhere has many numbers that fp8 has, by chance.
+# say so counts as without fp8: a model trained elsewhere may have many numbers that fp8 can hold, by chance.
 FP8 = "fp8"
 CLASS = "class"  # the name of the wrapped optimizer's
-TRIED = 7  # elements of a parameter that is tried: no other number that a state might have
+TRIED = 7  # elements of a parameter that is tried: a state is unlikely to have 7 for another reason
 
 State = dict[str, Any]
 
@@ -49,7 +49,7 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
         with together(group, doing):
             yield undo
     except BaseException:
-        with suppress(Exception):  # of a caller's object that refuses its former state, too
+        with suppress(Exception):  # a caller's object may refuse its former state, too
             undo.close()
         raise
     undo.pop_all()

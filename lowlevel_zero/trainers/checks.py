@@ -22,7 +22,7 @@ def check_plain(handed: object) -> None:
             "optimizer: expected a plain torch optimizer, got a LowLevelZeroOptimizer: hand over the one that it "
             "wraps, unwrapped, and its options as zero_options; the trainer shards it once the model is in its place"
         )
-    if type(handed).__name__ == "DummyOptim":  # accelerate's
+    if type(handed).__name__ == "DummyOptim":  # a stand-in of accelerate's for DeepSpeed
         raise TypeError(
             "optimizer: expected a plain torch optimizer, got DummyOptim, which stands for DeepSpeed's: pass one of "
             "torch.optim, and leave DeepSpeed out of accelerate's config"

@@ -154,7 +154,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         """Load the optimizers' states: slices from a folder, or whole state dicts from a file."""
         if _FOLDER in checkpoint:
             load_checkpoint(checkpoint[_FOLDER], self.lightning_module, self.optimizers)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as DDPStrategy
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as in DDPStrategy
             optimizer.load_state_dict(state)
 
 
