@@ -43,21 +43,21 @@ class Position(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A value of ``p32``, ``[s]``, that ``p`` may have been made of, and whether in fp8, perhaps."""
+    """A possible value of ``p32``, ``[s]``, from which ``p`` may have been rounded, perhaps to fp8."""
 
     value: Tensor
     fp8: bool
 
 
 class Handle(Tensor):
-    """The base class of ``ShardedGradient`` (``gradients/``), which ``.grad`` is while there is a ``g``."""
+    """The base class of ``ShardedGradient``, the object that is ``p.grad`` while there is a ``g``."""
 
     def to_local(self) -> Tensor:
-        """Return a copy of this rank's slice, ``[s]``; all ranks call it."""
+        """Return a copy of this rank's slice, ``[s]``; all ranks call it. Subclasses define it."""
         raise NotImplementedError
 
     def retire(self) -> Handle:
-        """Refuse any further use, and return another for the gradients to come."""
+        """Make every further use raise, and return a new object for the next gradient. Subclasses define it."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ class ShardedParameter:
 
     Attributes:
         index: place among those of its shard group, in order of registration.
-        name: the model's own, without those of wrappers, for messages.
+        name: the model's own name of it, without wrappers, for messages.
         group: index of its param group.
         shard_group: index of the shard group whose ranks share it.
         is_contiguous: ``p`` is, so its elements lie in their own order.
@@ -78,19 +78,19 @@ class ShardedParameter:
         communication_dtype: the dtype of its bucket's buffer, or, with ``fp8``, of its sum.
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
-        arrived: ``p.grad`` holds what a backward has left there, if anything.
+        arrived: a backward has left a gradient in ``p.grad`` that hasn't been reduced.
         waiting: the ``p.grad`` that was left to wait for a later sync when a gradient came last; None: none was.
         handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
-        slice_handle: the same of ``p32.grad``.
+        slice_handle: the handle for ``p32.grad``.
         shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
-        pending: what a backward has added to it since, unreduced, or None.
-        kind: what parameters must have in common to share a bucket.
+        pending: the unreduced gradient that a backward has added to it since, or None.
+        kind: device, dtypes, fp8 and owner; parameters of one bucket have the same.
         rows: ``padded`` as ``[world_size, s]``, or ``[1, numel]`` where one rank owns it.
         row: this rank's part of it.
         view: ``padded`` as ``p`` shows it: of its shape and strides.
         address: where ``padded`` begins in memory, and ``p`` has to.
         version: ``p``'s version counter when it was last the same on all ranks; -1: it was moved, or written on some.
-        saved_master: what a state dict brought for ``p32``, which the next step takes where it rounds to ``p``.
+        saved_master: a loaded value for ``p32``; the next step takes its elements that round to ``p``.
         shares_storage: ``p32`` is over the row itself, not a copy of it.
         stepped: ``p32`` has been stepped, or loaded, so it may hold more than what rounds to ``p``.
     """
@@ -143,17 +143,17 @@ class ShardedParameter:
 
     @property
     def common_name(self) -> str:
-        """The name that all ranks use for it in collective calls, since names of experts may differ between ranks."""
+        """Return a name that is the same on all ranks, also for an expert."""
         return f"expert parameter {self.index} of group {self.shard_group}" if self.shard_group else self.name
 
     @property
     def owns_some(self) -> bool:
-        """Whether this rank steps any of it: where one rank owns it, that rank does."""
+        """Return whether this rank steps a part of the parameter."""
         return self.split.owner in (None, self.rank)
 
     @property
     def keeps_more(self) -> bool:
-        """Whether ``p32`` holds what ``p`` can't."""
+        """Return whether ``p32`` is more precise than ``p``."""
         return self.fp8 or self.p32.dtype != self.p.dtype
 
     def make_master(self, dtype: torch.dtype, on_host: bool = False) -> None:
@@ -173,21 +173,21 @@ class ShardedParameter:
 
     @property
     def master_row(self) -> Tensor:
-        """The elements of ``p32`` in the order of ``row``: ``[s]``."""
+        """Return the elements of ``p32`` in the order of ``row``, ``[s]``."""
         return self.flat_slice(self.p32)
 
     def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
-        """Return the row on ``device``, in ``dtype``."""
+        """Return the row on ``device`` in ``dtype``."""
         return self.row.to(device, dtype, copy=copy)
 
     def refresh_master(self) -> None:
-        """Overwrite ``p32`` with what ``p`` holds now, in a saved master's precision where one was offered."""
+        """Overwrite ``p32`` with ``p``'s values, or with a saved master that rounds to them."""
         self.take_back()
         if not self.shares_storage:
             self._settle(self.saved_master)
 
     def restore_master(self, master: Tensor, fp8: bool) -> None:
-        """Take a saved ``p32``, ``[s]``, where it rounds to what ``p`` holds, now or before its next step.
+        """Overwrite ``p32`` with a saved master, ``[s]``, where that rounds to ``p``, now or in the next step.
 
         So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
         more (trained on elsewhere, by an optimizer that carried it along) does no harm. ``fp8``: the run that saved it
@@ -204,7 +204,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def _settle(self, *known: Known | None) -> None:
-        """Let ``p32`` be the last of ``known`` that rounds to ``p``, else ``p`` itself; each element by itself."""
+        """Set each element of ``p32`` to the last of ``known`` that rounds to ``p``, else to ``p`` itself."""
         wait_for(self.p)
         row = self.row_for_master(self.p32.device, self.row.dtype)
         settled = row.to(self.p32.dtype)
@@ -214,16 +214,16 @@ class ShardedParameter:
         self.master_row.copy_(settled)
 
     def note_version(self) -> None:
-        """Remember that ``p`` holds the same on all ranks now."""
+        """Note that ``p`` has the same values on all ranks now."""
         self.version = self.p._version
 
     @property
     def is_written(self) -> bool:
-        """Whether others have written to ``p`` or moved it since it was last the same on all ranks."""
+        """Return whether the caller has written or moved ``p`` since ``note_version``."""
         return self.p.data_ptr() != self.address or self.p._version != self.version
 
     def follow_edits(self) -> None:
-        """Copy values that others wrote into ``p`` since (a loaded checkpoint, clipped weights) into ``p32``.
+        """Copy values that the caller has written into ``p`` to ``p32``. Doesn't communicate.
 
         Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits, and a second call changes
         nothing. It does not ask whether other ranks have the same ``p``. Raises as ``take_back`` does.
@@ -234,7 +234,7 @@ class ShardedParameter:
             self.saved_master = None
 
     def check_kind(self) -> None:
-        """Raise ``RuntimeError`` unless ``p`` is of the dtype, device and shape that it had."""
+        """Raise ``RuntimeError`` if ``p``'s dtype, device or shape has changed."""
         p, view = self.p, self.view
         if (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
             raise RuntimeError(
@@ -245,10 +245,10 @@ class ShardedParameter:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Put ``p`` back over ``padded``, with the values that it has by now, where others have put it elsewhere.
+        """Move ``p`` back over ``padded``, with its present values, if the caller has moved it. Doesn't communicate.
 
         ``p.data = ...`` does, ``model.cpu().cuda()``, ``model.to(memory_format=...)``. Strides become again what they
-        were. Doesn't communicate.
+        were.
 
         Raises:
             RuntimeError: ``p`` isn't of the same dtype, device and shape any more.
@@ -262,10 +262,9 @@ class ShardedParameter:
             self.version = -1
 
     def load_row(self, own: Tensor, master: Tensor | None) -> None:
-        """Take this rank's row from a checkpoint, without its padding, and ``p32``: ``master``, or ``own`` too.
+        """Load this rank's row, and ``p32``, from a checkpoint; other ranks' rows must be gathered afterwards.
 
-        A row of another dtype than was saved, or that is ``p32`` itself, is made of the ``master``. The other ranks'
-        rows are to be gathered afterwards.
+        A row of another dtype than was saved, or that is ``p32`` itself, is made of the ``master``.
         """
         exact = own if master is None else master
         self.row[: len(own)].copy_(exact if self.shares_storage or own.dtype != self.row.dtype else own)
@@ -275,7 +274,7 @@ class ShardedParameter:
         self.stepped = master is not None or own.dtype != self.row.dtype
 
     def gather_rows(self, group: ShardGroup) -> Work[Any]:
-        """Start to bring every rank's part of ``padded`` to all. Communicates: all ranks call it."""
+        """Start gathering every rank's row into ``padded``. Communicates: all ranks call it."""
         gather: Work[Any] = self.split.gather(group, [self.row], [self.rows], False, END_TO_END, None)
         return gather
 
@@ -284,11 +283,11 @@ class ShardedParameter:
         return flat_in_memory_order(tensor, self.p)
 
     def restore(self, flat: Tensor) -> Tensor:
-        """The inverse of ``flatten``: a tensor of ``p``'s shape and strides over the ``[numel]`` elements."""
+        """Return the inverse of ``flatten``: the ``[numel]`` elements in ``p``'s shape and strides."""
         return torch.as_strided(flat, self.p.shape, self.p.stride(), flat.storage_offset())
 
     def slice_of(self, tensor: Tensor) -> Tensor:
-        """A copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape, with zeros for padding."""
+        """Return a copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape; padding is zeros."""
         start, stop = self.split.span(self.rank)
         own = torch.zeros(self.row.numel(), dtype=tensor.dtype, device=tensor.device)
         own[: stop - start] = self.flatten(tensor)[start:stop]
@@ -309,7 +308,7 @@ class ShardedParameter:
     # ---- p.grad: before a reduction takes it, and after ----
 
     def show(self) -> None:
-        """Assign the handle to ``p.grad``; a plain gradient that was there becomes the pending one."""
+        """Assign the handle to ``p.grad``; a plain gradient that was there becomes ``pending``."""
         if self.p.grad is not self.handle:
             self.pending = self.p.grad
         try:
@@ -323,7 +322,7 @@ class ShardedParameter:
 
     @property
     def may_be_a_sum(self) -> bool:
-        """Whether a gradient that has come after another one may have been added to it, in ``p.grad``."""
+        """Return whether a gradient that came after another one may contain it."""
         gradient = self.p.grad
         if gradient is None or self.waiting is None:
             return True
@@ -331,19 +330,19 @@ class ShardedParameter:
 
     @property
     def unreduced(self) -> Tensor | None:
-        """The gradient that a backward, or its caller, has left to be reduced; None if there is none."""
+        """Return the gradient that a backward, or the caller, has left to be reduced, or None."""
         gradient = self.p.grad
         return gradient if gradient is not self.shown else self.pending
 
     def drop_unreduced(self) -> None:
-        """Forget the gradient that a backward has just left."""
+        """Drop the gradient that a backward has just left."""
         if self.p.grad is not self.shown:
             self.p.grad = self.shown
         self.pending = None
         self.arrived = False
 
     def drop_gradient(self, earlier: bool) -> None:
-        """Let go of a gradient that has come while ``p32.requires_grad`` is False, as if it hadn't been computed."""
+        """Drop the gradient of a slice that is frozen in ``param_groups``; raise if it may have been added to one."""
         self.drop_unreduced()
         if earlier:
             raise RuntimeError(
@@ -353,7 +352,7 @@ class ShardedParameter:
             )
 
     def check_gradient(self) -> None:
-        """Raise ``RuntimeError`` unless ``p.grad`` can be reduced: dense, and from a backward or instead of one."""
+        """Raise ``RuntimeError`` for a ``p.grad`` that is sparse, or assigned while there is a reduced one."""
         gradient = self.p.grad
         if gradient is None or gradient is self.shown:
             return
@@ -363,14 +362,14 @@ class ShardedParameter:
             self.refuse_assigned()
 
     def refuse_assigned(self) -> NoReturn:
-        """Raise for a ``p.grad`` that was assigned while there is a ``g``."""
+        """Raise the error for a ``p.grad`` that was assigned while there is a ``g``."""
         raise RuntimeError(
             f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that was "
             "assigned by hand, and would be added: write it by p.grad.copy_(tensor) on every rank"
         )
 
     def refuse_sparse(self, gradient: Tensor) -> NoReturn:
-        """Raise for a gradient that isn't dense."""
+        """Raise the error for a gradient that isn't dense."""
         raise RuntimeError(
             f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
             "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
@@ -378,14 +377,14 @@ class ShardedParameter:
 
 
 def _rounds_to(row: Tensor, known: Known) -> Tensor:
-    """Return a mask of the elements of ``row`` that a gather makes of the known value of ``p32``."""
+    """Return a mask of the elements of ``row`` that the known value of ``p32`` rounds to."""
     plain = known.value.to(row.dtype)
     same = plain == row
     return same | is_rounded(plain, row) if known.fp8 and len(row) else same
 
 
 def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int]) -> list[Tensor | None]:
-    """Move each ``p.grad`` out, flat and in ``padded``'s order, ``[numel]``; None where there is none.
+    """Move each ``p.grad`` out, flat, ``[numel]``, and show the sharded gradient instead; None: there is none.
 
     One that came with a graph may still hang on it. Of a parameter that is frozen through ``param_groups`` one goes
     that is among ``arrivals``, this sync's. The sharded one takes its place, on all ranks alike, also of one that isn't
@@ -421,7 +420,7 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
 
 
 def hide_gradients(records: Iterable[ShardedParameter]) -> None:
-    """Mark records as without a ``g``, and take the handles out of ``p.grad`` and ``p32.grad``."""
+    """Mark records as having no ``g``, and take the handles out of ``p.grad`` and ``p32.grad``."""
     for record in records:
         record.worked = False
         if record.shown is not None:
@@ -432,7 +431,7 @@ def hide_gradients(records: Iterable[ShardedParameter]) -> None:
 
 
 def clear_gradients(records: Iterable[ShardedParameter]) -> None:
-    """Drop all gradients of ``records``, reduced or not; handles that somebody has kept refuse use from now on."""
+    """Drop all gradients of ``records``, reduced or not; handles that callers have kept raise from now on."""
     kept = []
     for record in records:
         record.arrived = record.worked = False
@@ -444,7 +443,7 @@ def clear_gradients(records: Iterable[ShardedParameter]) -> None:
 
 
 def retire_handles(records: Iterable[ShardedParameter]) -> None:
-    """Retire the handles of cleared gradients that callers have kept, and make new ones for the next gradients.
+    """Replace the handles that callers have kept by new ones; the kept ones raise from now on.
 
     Whether anybody keeps one is told by its references: ``.grad`` of a new one costs ten times as much.
     """
@@ -467,7 +466,7 @@ _ALONE = getrefcount(_slot.held)  # references of what one attribute holds
 
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
-    """Call ``follow_edits`` of each record whose ``p`` was moved or written."""
+    """Copy written or moved parameters into their masters. Doesn't communicate."""
     for record in records:
         if record.is_written or record.saved_master is not None:
             record.follow_edits()

@@ -213,7 +213,7 @@ def remove(path: Path) -> None:
 
 
 def claim(written: Path, name: str) -> IO[bytes]:
-    """Create the file ``name`` in ``written``, and lock that folder against removal as remains until it is closed.
+    """Create the file ``name`` in ``written``, and lock the folder against removal until the file is closed.
 
     Every rank has a file of its own there. The system lets go of it when the process ends, however it does.
     """

@@ -1,4 +1,4 @@
-"""Shared memory: the processes of one host read each other's buffers where they were packed.
+"""Shared memory: processes of one host read each other's buffers where they were packed.
 
 All collectives are one: a rank packs its part into a block of its memory, sends each peer a record of where it lies,
 waits for a record from each, and reads the others' parts. Its next record says which blocks it has read, and a block
@@ -33,7 +33,7 @@ READ_WHOLE = 3
 
 
 class SharedMemory(HostBackend):
-    """Carries buffers through memory that all ranks map.
+    """A backend whose ranks read each other's buffers in memory that all of them map.
 
     Args:
         rank: this process's rank.
@@ -54,7 +54,7 @@ class SharedMemory(HostBackend):
         self._handed_out: dict[int, Block] = {}
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
-        """Return a buffer in a block, for one reduction."""
+        """Return a buffer in a block of shared memory, for one reduction."""
         rows = rows or self.size
         return self._in_block(rows * row, dtype).view(rows, row)
 
@@ -65,7 +65,7 @@ class SharedMemory(HostBackend):
         return packed
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Start summing: up to ``READ_WHOLE`` ranks each sum all rows, in rank order and so to the same bits."""
+        """Start summing; up to ``READ_WHOLE`` ranks each sum all buffers whole, more in two steps. Communicates."""
         if self.size > READ_WHOLE:
             return super().all_reduce(buffer)
         flat = buffer.view(-1)
@@ -73,11 +73,11 @@ class SharedMemory(HostBackend):
         return total.then(lambda flat: flat.view(buffer.shape))
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
-        """Return a row in a block, where the others read it."""
+        """Return a row in a block of shared memory, where the other ranks read it."""
         return self._in_block(total.shape[1], total.dtype)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start copying the others' rows out of their blocks into ``rows``."""
+        """Start copying the other ranks' rows from their blocks into ``rows``. Communicates."""
         sizes = list(map(Tensor.numel, own))
         packed = self._in_block(sum(sizes), rows[0].dtype)
         lay_end_to_end(packed, own)
@@ -95,7 +95,7 @@ class SharedMemory(HostBackend):
         return memory.held()
 
     def trim(self, for_good: bool = False) -> None:
-        """Give back the memory of idle blocks, save what the next step needs; all of it ``for_good``."""
+        """Free idle blocks beyond ``KEPT``; ``for_good``: all, once peers are told which are finished with."""
         memory = self._pool()
         if memory is None:
             return
@@ -107,7 +107,7 @@ class SharedMemory(HostBackend):
         memory.trim(0 if for_good else KEPT)
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Send the others a record of where the buffer lies, and read theirs when their records have come.
+        """Send the others a record of where the buffer lies, and read theirs when their records come. Communicates.
 
         A buffer outside of a block is copied into one.
         """
@@ -147,7 +147,7 @@ class SharedMemory(HostBackend):
 
 
 def _refuse() -> NoReturn:
-    """Raise for memory that is needed after it has ended."""
+    """Raise the error for the use of shared memory after its process group was destroyed."""
     raise RuntimeError(
         "expected the shared memory of a process group, found the group destroyed: call destroy_process_group() after "
         "the last call of the optimizer"
@@ -155,7 +155,7 @@ def _refuse() -> NoReturn:
 
 
 def _of_another_call(rank: int, expected: int, got: int) -> str:
-    """Return the message for a peer whose numbers aren't as many as this rank's."""
+    """Return the message for a peer whose buffer has another size than this rank's."""
     return (
         f"expected {expected} bytes from rank {rank}, as many as it gets, got {got} bytes of another call: "
         "let every rank make the same calls in the same order"
