@@ -292,5 +292,8 @@ def _number(value: object, held: object, record: ShardedParameter) -> float:
     for each in (held, value):
         if not (each.numel() == 1 if isinstance(each, Tensor) else isinstance(each, (int, float))):
             got = f"a tensor of {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
-            raise TypeError(f"{record.name}: expected a state that is one number, and one number for it, got {got}")
+            raise TypeError(
+                f"{record.name}: expected a state that is one number, and one number for it, got {got}: pass one "
+                "number, as for a step count; a state of neither one number nor the parameter's shape can't be set"
+            )
     return float(value)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def check_is_file(checkpoint: str) -> None:
             "another"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"{checkpoint}: expected a checkpoint, found nothing")
+        raise FileNotFoundError(f"{checkpoint}: expected a checkpoint, found nothing: name what booster.save_... wrote")
 
 
 def read_optimizer_file(path: str) -> Any:
