@@ -145,7 +145,7 @@ def read_manifest(folder: Path) -> Manifest:
         OSError: it can't be read.
     """
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none")
+        raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none: name another folder")
     return manifest_in(folder / MANIFEST)
 
 
@@ -157,7 +157,9 @@ def read_head(folder: Path) -> Head:
             line = file.readline()
         return Head(**json.loads(f"{line[:-2]}}}"))
     except FileNotFoundError:
-        raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none") from None
+        raise ValueError(
+            f"{folder}: expected a checkpoint with a {MANIFEST}, found none: name another folder"
+        ) from None
     except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({error!r}): {TAKE_ANOTHER}") from error
 

@@ -222,7 +222,9 @@ def finish_last(group: ShardGroup) -> None:
         known = isinstance(last, Saving) and last.told
         error = last.exception()
         if error is not None and not known:
-            raise RuntimeError(f"expected the asynchronous save before to have succeeded: {error}") from error
+            raise RuntimeError(
+                f"expected the asynchronous save before to have succeeded, it failed ({error}): mend it, and save again"
+            ) from error
 
 
 class Run(NamedTuple):
