@@ -55,7 +55,8 @@ def clip_grad_norm_(
         )
     factor = clip_factor(norm, max_norm)
     for optimizer, records in sharded.items():
-        optimizer.gradients.change(records, "clip_grad_norm_", partial(GradientStore.multiply, factor=factor))
+        multiply = partial(GradientStore.multiply, factor=factor)
+        optimizer.gradients.change(records, f"clip_grad_norm_ to {max_norm:.3g}", multiply)
     if own and foreach:
         torch._foreach_mul_(own, factor)
     else:
@@ -81,7 +82,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     for optimizer, records in sharded.items():
         clamp = [methodcaller("clamp_", -float(clip_value), float(clip_value))]
         edit = partial(GradientStore.edit, edits=dict.fromkeys(records, clamp))
-        optimizer.gradients.change(records, "clip_grad_value_", edit)
+        optimizer.gradients.change(records, f"clip_grad_value_ to {clip_value:.3g}", edit)
     own = [p for p in plain if p.grad is not None]
     if own:  # torch refuses an empty list
         torch.nn.utils.clip_grad_value_(own, clip_value, foreach=foreach)

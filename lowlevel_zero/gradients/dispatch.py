@@ -13,7 +13,18 @@ from ..bookkeeping.gradient_store import Edit, GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from . import refusals
 from .of_optimizer import Change, OptimizerGradients
-from .operations import Args, Keywords, Kind, Performer, mapped, name_of, performs, tensors_in, written_arguments
+from .operations import (
+    Args,
+    Keywords,
+    Kind,
+    Performer,
+    mapped,
+    name_of,
+    number_in,
+    performs,
+    tensors_in,
+    written_arguments,
+)
 from .sharded_gradient import ShardedGradient, Wholes
 
 
@@ -53,7 +64,7 @@ def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
     before = {each.root(): wholes[each.root()].clone() for each, _ in written if is_sharded(each)}
     results = func(*given, **keywords)
     for root, earlier in before.items():
-        root.write_changes(earlier, wholes[root], name_of(func))
+        root.write_changes(earlier, wholes[root], _edit_text(func, args, kwargs))
     _note_history(before, args, kwargs)
     return mapped(lambda result: next((each for each, whole in written if whole is result), result), results)
 
@@ -131,7 +142,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
     for each in plain:
         each()
     for gradients, of_records in edits.items():
-        gradients.change(of_records, name_of(func), partial(GradientStore.edit, edits=of_records))
+        gradients.change(of_records, _edit_text(func, args, kwargs), partial(GradientStore.edit, edits=of_records))
     return _finish_edit(args, kwargs, sharded)
 
 
@@ -181,6 +192,18 @@ def _edit(func: Any, listed: bool, parts: Sequence[Any], keywords: Keywords, own
     func([own] if listed else own, *mapped(beside, parts), **mapped(beside, keywords))
 
 
+def _edit_text(func: Any, args: Args, kwargs: Keywords) -> str:
+    """Return an operator's name and the numbers among its arguments, which the ranks compare.
+
+    Three digits are enough to tell ranks whose numbers differ, as of ``max_norm``, and let them differ by rounding.
+    Numbers that a rank writes to its slice, by ``p32.grad``, may differ.
+    """
+    numbers = (number for each in (*args[1:], *kwargs.values()) if (number := number_in(each)) is not None)
+    if any(is_sharded(each) and each.is_of_slice for each in tensors_in(args)):
+        return name_of(func)
+    return " ".join([name_of(func), *(f"{number:.3g}" for number in numbers)])
+
+
 def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient]) -> Any:
     for each in sharded:
         _edited(each)  # finishing reductions may have found that it was cleared
@@ -218,7 +241,7 @@ def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) ->
     if len(sharded) < len(targets):
         func([each for each in targets if not is_sharded(each)], *args[1:])
     for gradients, records in _by_optimizer(sharded).items():
-        gradients.change(records, name_of(func), change)
+        gradients.change(records, _edit_text(func, args, kwargs), change)
     return _finish_edit(args, kwargs, sharded)
 
 

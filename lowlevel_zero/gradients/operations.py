@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ..bookkeeping.sharded_parameter import Handle
+
 _aten = torch.ops.aten
 
 Args: TypeAlias = tuple[Any, ...]
@@ -93,6 +95,13 @@ def name_of(func: Any) -> str:
     """Return an operator's name without its namespace and overload."""
     name: str = func._schema.name
     return name.split("::")[-1]
+
+
+def number_in(value: Any) -> float | None:
+    """Return the number that an argument is; None: it is something else, or the host would have to wait for it."""
+    if isinstance(value, Tensor) and not isinstance(value, Handle) and value.dim() == 0 and value.is_cpu:
+        value = value.item()
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_, clip_grad_value_
 from tests.support.ranks import run_cases, run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
@@ -271,6 +271,37 @@ def test_ranks_must_make_the_same_edits(subtests: pytest.Subtests) -> None:
 
     for (edit, _), ran in run_cases(work, 2, EDITS_APART):
         with subtests.test(edit.__name__):
+            ran.values()
+
+
+NUMBERS_APART: list[tuple[Callable[[nn.Module, float], object], str]] = [
+    (lambda model, number: model.other.grad.mul_(number), "other by mul_ 1 on rank 0 and not on rank 1"),
+    (lambda model, number: model.other.grad.add_(model.other, alpha=number), "other by add_ 1 on rank 0"),
+    (lambda model, number: model.other.grad.masked_fill_(torch.ones(5, dtype=torch.bool), number), "masked_fill_ 1 on"),
+    (lambda model, number: nn.utils.clip_grad_norm_(model.parameters(), number / 10), "mul_ 0.0"),
+    (lambda model, number: nn.utils.clip_grad_value_(model.parameters(), number / 10), " -0.1"),
+    (lambda model, number: clip_grad_norm_(model.parameters(), number), "by clip_grad_norm_ to 1 on rank 0"),
+    (lambda model, number: clip_grad_value_(model.parameters(), number), "by clip_grad_value_ to 1 on rank 0"),
+]
+
+
+def test_ranks_must_edit_by_the_same_numbers(subtests: pytest.Subtests) -> None:
+    """Each rank would scale its own slices by its own number, and all would have the same weights afterwards."""
+
+    def work(rank: int, world_size: int, edit: Callable[[nn.Module, float], object], message: str) -> None:
+        model, optimizer = two(rank)
+        optimizer.synchronize()
+        edit(model, 1.0 + rank)
+        with pytest.raises(RuntimeError, match="expected the same edits of p.grad on every rank") as caught:
+            optimizer.step()
+        assert message in str(caught.value)
+        optimizer.zero_grad()
+        optimizer.backward(model(1.0))
+        edit(model, 1.0 + rank * 2**-20)  # a rounding
+        optimizer.step()
+
+    for (_, message), ran in run_cases(work, 2, NUMBERS_APART):
+        with subtests.test(message):
             ran.values()
 
 
