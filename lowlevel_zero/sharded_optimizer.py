@@ -244,8 +244,9 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: the first parameter that differs, and on which ranks; or ranks that make other calls. Both on
                 all ranks.
         """
-        self.finish_syncs("verify buffers" if buffers else "verify")
+        self.calls.finish_syncs("verify buffers" if buffers else "verify", raises=False)
         self._verify(buffers)
+        self.step_state.failure.raise_deferred()
 
     def _verify(self, buffers: bool = False) -> None:
         """Compare parameters between ranks that have agreed on the call; reads wait for gathers. Communicates."""

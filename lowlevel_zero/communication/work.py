@@ -67,7 +67,7 @@ class OnStream:
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """Start the second collective now, on the side stream, which waits for the first; the host doesn't wait."""
         with self._streams.beside():
-            second = start(first.wait())
+            second = _started(first, start)
         return Work(second.wait, second.ready, (*first.tensors, *second.tensors))
 
 
@@ -84,7 +84,7 @@ class OnDemand:
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """Return a work that starts the second collective in its ``ready`` or ``wait``, in the order of calls."""
         second: Future[Work[T]] = Future()
-        self._waiting.append((first, partial(carry_out, lambda: start(first.wait()), second)))
+        self._waiting.append((first, partial(carry_out, partial(_started, first, start), second)))
 
         def wait() -> T:
             with self._lock:
@@ -119,8 +119,22 @@ class OnThread:
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
         """Let the thread wait for the first collective and start the second; ``wait`` raises its error."""
-        second = self._worker.submit(lambda: start(first.wait()))
+        second = self._worker.submit(partial(_started, first, start))
         return Work(lambda: second.result().wait(), partial(_is_ready, second), first.tensors)
+
+
+def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+    """Start a second collective with the first one's result: once more where that fails, since other ranks wait."""
+    result = first.wait()
+    try:
+        return start(result)
+    except RuntimeError as error:
+        second, failed = start(result), error
+
+    def fail(_: T) -> T:
+        raise failed
+
+    return second.then(fail)
 
 
 def _is_ready(second: Future[Work[T]]) -> bool:

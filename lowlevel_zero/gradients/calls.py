@@ -99,16 +99,18 @@ class Calls:
         self._guard.enter(doing)
         self.finish_gradients(Call(f"{doing} of {record.common_name}"))
 
-    def finish_syncs(self, doing: str) -> None:
+    def finish_syncs(self, doing: str, raises: bool = True) -> None:
         """Finish reductions so that all ranks have the same gradient syncs; ``p.grad`` stays. Communicates.
 
         Args:
             doing: one of the names of ``Call``, the same on every rank.
+            raises: an error that has cost this rank gradients leaves now, not when the ranks have done what follows.
         """
         self._guard.enter(doing, updates=False)
         with torch.inference_mode(False), torch.no_grad():  # later sums are added to these outside of inference mode
             self.agree(Call(doing), lambda each, call: each.reducer.agree_on_syncs(call))
-        self._state.failure.raise_deferred()
+        if raises:
+            self._state.failure.raise_deferred()
 
     @contextmanager
     def taking_part(self, catch_up: Callable[[], object], damage: Damage = Damage.GRADIENTS) -> Iterator[None]:

@@ -106,6 +106,11 @@ def _key(call: Call) -> tuple[object, ...]:
     return call.name, call.of, call.at, call.amount
 
 
+def drops_first(program: Program) -> bool:
+    """Whether a ``synchronize`` drops the gradient of the first weight, by its slice, beside multiplying all."""
+    return program.schedule % 3 == 2
+
+
 def written(program: Program) -> list[tuple[int, int]]:
     """The weights that a rank writes, by part and number."""
     calls = [call for row in program.rows for call in row if call is not None and call.name == "write weight"]

@@ -16,7 +16,7 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.layout.held import memory_held
 from tests.simulation import net
-from tests.simulation.calls import BACKWARDS, BOTH, EDITS, SETTINGS, all_calls, written
+from tests.simulation.calls import BACKWARDS, BOTH, EDITS, SETTINGS, all_calls, drops_first, written
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, Net, loss_of, run_layers
 from tests.simulation.outcome import InjectedFault
@@ -273,6 +273,9 @@ class Rank:
                     p32.grad = p32.grad * entry.call.amount
                 elif p32.grad is not None:
                     p32.grad.mul_(entry.call.amount)
+        if drops_first(self.program):
+            slices = optimizer.get_working_to_master_map()
+            slices[id(self.nets[entry.call.of][0])].grad = None
         with optimizer.skip_synchronize():
             optimizer.step()
 

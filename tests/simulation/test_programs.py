@@ -28,19 +28,28 @@ def test_what_went_wrong_before(name: str, carrier: Carrier) -> None:
 OVERLAPS = Part(options=(("overlap_allgather", True),))  # norms are judged a step later
 WHOLE = Part((Weight(), Weight((7,))), ((0,), (1,)), options=(("partition_grad", True), ("split", "parameters")))
 NEVER = 10**6  # as many operations no program has
+
+
+def _failing(*names: str, part: Part = Part(), ranks: int = 2, carrier: Carrier = "messages") -> Program:  # noqa: B008
+    rows = tuple((Call(name),) * ranks for name in names)
+    return Program(ranks, carrier, (part,), rows, fault=Fault(0, NEVER))
+
+
 # Programs, and a function of the package in which some operation fails.
 FAILING: dict[str, tuple[Program, str]] = {
-    "looks at a norm that isn't finite": (Program(parts=(Part(),)), "norm"),
-    "looks for a parameter that isn't finite": (Program(parts=(Part(),)), "_first_of"),
-    "looks at the norm of the step before": (Program(parts=(OVERLAPS,)), "norm"),
-    "reduces buckets to their owners": (Program(parts=(WHOLE,), carrier="nccl"), "reduce"),
+    "looks at a norm that isn't finite": (_failing("nan", "step"), "norm"),
+    "looks for a parameter that isn't finite": (_failing("nan", "step"), "_first_of"),
+    "looks at the norm of the step before": (_failing("nan", "step", "step", part=OVERLAPS), "norm"),
+    "reduces buckets to their owners": (_failing("backward", "step", part=WHOLE, carrier="nccl"), "reduce"),
+    "verifies": (_failing("backward", "verify", "step", part=replace(WHOLE, options=())), "sum_rows"),
+    "gathers what is verified": (_failing("backward", "step", "verify", part=OVERLAPS), "unpack_theirs"),
+    "sums within a group, then across": (_failing("backward", "step", ranks=4, part=Part(levels="inner")), "sum_rows"),
 }
 
 
 @pytest.mark.parametrize("name", FAILING)
 def test_nobody_waits_for_a_rank_that_fails_where_it(name: str) -> None:
     program, function = FAILING[name]
-    program = replace(program, rows=tuple((Call(name),) * 2 for name in ("nan", "step", "step")), fault=Fault(0, NEVER))
     places = run(program).outcome.places
     points = [(rank, at) for rank, each in places.items() for at, place in enumerate(each) if place == function]
     assert points

@@ -111,21 +111,11 @@ class Backend(ABC):
         scattered = self.reduce_scatter(rows, own)
         failed: list[RuntimeError] = []
 
-        def summed() -> Tensor:
-            try:
-                return scattered.wait()
-            except TransportError:
-                raise
-            except RuntimeError as error:  # the others wait for the row, whatever it holds
-                failed.append(error)
-                return own
-
         def whole(_: None) -> Tensor:
-            for error in failed:
-                raise error
+            raise_first(failed)
             return total.view(-1)[:numel].view(shape)
 
-        first = Work(summed, scattered.ready, scattered.tensors)
+        first = despite(scattered, own, failed)
         return self.chain.after(first, lambda row: self._gather_sum(row, total)).then(whole)
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
@@ -312,6 +302,30 @@ class HostBackend(Backend):
 def _unpickled(parts: Tensor) -> list[Any]:
     # torch may be installed without numpy
     return [pickle.loads(ctypes.string_at(part.data_ptr(), part.nbytes)) for part in parts]
+
+
+def despite(first: Work[Tensor], instead: Tensor, failed: list[RuntimeError]) -> Work[Tensor]:
+    """Return a work with the result of ``first``, or with zeros in ``instead`` where that fails on this rank alone.
+
+    Other ranks wait for what is made of the result. Errors go to ``failed``, for ``raise_first``.
+    """
+
+    def wait() -> Tensor:
+        try:
+            return first.wait()
+        except TransportError:
+            raise
+        except RuntimeError as error:
+            failed.append(error)
+            return instead.zero_()
+
+    return Work(wait, first.ready, first.tensors)
+
+
+def raise_first(failed: list[RuntimeError]) -> None:
+    """Raise the first error, if there is one."""
+    for error in failed:
+        raise error
 
 
 class Alone(HostBackend):

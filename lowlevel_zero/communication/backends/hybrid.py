@@ -15,14 +15,13 @@ FSDP's HSDP.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..flat_buffers import in_rows
 from ..work import Chain, Work
-from .backend import Backend
+from .backend import Backend, despite, raise_first
 
 
 class Hybrid(Backend):
@@ -47,25 +46,48 @@ class Hybrid(Backend):
         return self._inner.new_buffer(row, dtype, device, rows)
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start summing this rank's row within, then across."""
-        return self._chain.after(self._inner.reduce_scatter(buffer), self._outer.all_reduce)
+        """Start summing this rank's row within, then across; also where the sum within fails on this rank."""
+        own = buffer.new_empty(buffer.shape[1]) if into is None else into
+        failed: list[RuntimeError] = []
+        crossed = self._cross(self._inner.reduce_scatter(buffer, own), own, failed)
+
+        def checked(total: Tensor) -> Tensor:
+            raise_first(failed)
+            return total
+
+        return crossed.then(checked)
+
+    def _cross(self, within: Work[Tensor], own: Tensor, failed: list[RuntimeError]) -> Work[Tensor]:
+        return self._chain.after(despite(within, own, failed), self._outer.all_reduce)
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Start summing a row within, then across, and gathering all rows within; the sum is a new tensor."""
-        scattered = self._inner.reduce_scatter(in_rows(buffer, self.size))
-        return self._chain.after(
-            self._chain.after(scattered, self._outer.all_reduce), partial(self._gather_rows, like=buffer)
-        )
+        rows = in_rows(buffer, self.size)
+        whole = torch.empty_like(rows)
+        own = whole[self.rank]
+        failed: list[RuntimeError] = []
+        crossed = despite(self._cross(self._inner.reduce_scatter(rows, own), own, failed), own, failed)
 
-    def _gather_rows(self, row: Tensor, like: Tensor) -> Work[Tensor]:
-        whole = row.new_empty(self.size, row.numel())
-        gathered = self._inner.gather([row], [whole], row.numel())
-        return gathered.then(lambda _: whole.view(-1)[: like.numel()].view(like.shape))
+        def checked(_: None) -> Tensor:
+            raise_first(failed)
+            return whole.view(-1)[: buffer.numel()].view(buffer.shape)
+
+        return self._chain.after(crossed, lambda row: self._inner.gather([row], [whole], row.numel())).then(checked)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start summing within to the owner in each inner group, then across the owners."""
-        across = self._outer.all_reduce if self.rank == owner else Work.over
-        return self._chain.after(self._inner.reduce(buffer, owner), across)
+        within = self._inner.reduce(buffer, owner)
+        if self.rank != owner:
+            return self._chain.after(within, Work.over)
+        own = torch.empty_like(buffer).view(-1)
+        failed: list[RuntimeError] = []
+        crossed = self._cross(within, own, failed)
+
+        def checked(total: Tensor) -> Tensor:
+            raise_first(failed)
+            return total
+
+        return crossed.then(checked)
 
     # ---- within: other inner groups have the same ----
 
