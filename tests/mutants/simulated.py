@@ -49,7 +49,7 @@ MADE_ONCE = [
                 "if any(record.worked for record in bucket.records)]",
             ),
         ),
-        68,
+        299,
     ),
     Mistake(
         "as many gradients as there are sums count as all of them, where some are dropped and others on their way",
@@ -71,21 +71,22 @@ MADE_ONCE = [
                 "                self._gradients.drop(cleared)",
             ),
         ),
-        176,
+        76,
     ),
     Mistake(
         "as many factors as a bucket has gradients count as one of each",
         (Change(SUMS, "len(set(some)) == len(some) == len(bucket.working())", "len(some) == len(bucket.working())"),),
+        227,
     ),
     Mistake(
         "settings of param groups aren't compared in a step",
         (Change(OPTIMIZER, "call._replace(settings=settings, written=", "call._replace(written="),),
-        138,
+        8,
     ),
     Mistake(
         "weights that one rank alone has written are stepped",
         (Change(OPTIMIZER, ", written=[each for each in self._guard.edited if each.is_written])", ")"),),
-        56,
+        47,
     ),
     Mistake(
         "a bucket is skipped for good where packing it raises",
@@ -100,6 +101,7 @@ MADE_ONCE = [
                 "BucketState.REDUCING:\n",
             ),
         ),
+        447,
     ),
     Mistake(
         "ranks verify without having come to the same call",
@@ -111,7 +113,7 @@ MADE_ONCE = [
                 "self._verify",
             ),
         ),
-        30,
+        35,
     ),
     Mistake(
         "reductions of two optimizers start as their gradients come",
@@ -122,7 +124,7 @@ MADE_ONCE = [
                 "self._put_off:",
             ),
         ),
-        136,
+        197,
     ),
     Mistake(
         "extra states are loaded by each rank for itself",
@@ -141,7 +143,7 @@ MADE_ONCE = [
                 "self._stateful.items():\n            module.set_extra_state(objects.model[name])\n",
             ),
         ),
-        22,
+        206,
     ),
     Mistake(
         "groups beside a process group outlive it",
@@ -152,11 +154,12 @@ MADE_ONCE = [
                 "                is_alive(each)",
             ),
         ),
+        4,
     ),
     Mistake(
         "others' rows of a sum are held after a step in stage 1",
         (Change(BUCKETS, "self.rows, self.row = None, self.row.clone()", "self.rows = None"),),
-        3,
+        6,
     ),
 ]
 
