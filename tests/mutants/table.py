@@ -33,7 +33,7 @@ BACKEND = "communication/backends/backend.py"
 PAIRS, MEMORY = "communication/backends/pairwise.py", "communication/backends/shared_memory.py"
 LEVELS, FOLDERS = "communication/backends/hybrid.py", "checkpoint/folders.py"
 
-NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/numbers/test_layer_drop.py"
+NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/simulation/test_seeds.py"
 RECOMPUTATION = "tests/numbers/test_recomputation.py"
 UNUSED_TESTS = "tests/numbers/test_unused_parameters.py"
 COLLECTIVES = "tests/communication/test_collectives.py"
