@@ -1,4 +1,4 @@
-"""The reducer: when gradient syncs open and close, and what the ranks agree on so that all run the same.
+"""The reducer: opens and closes gradient syncs, and has the ranks agree so that all run the same ones.
 
 - ``optimizer.backward`` is one sync on every rank, whatever its loss touched there.
 - A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
@@ -57,11 +57,11 @@ _PATIENCE = 1.0
 
 
 class Reducer:
-    """Turns the gradients of backwards into each record's ``g``.
+    """Turns the gradients of backwards into each record's ``g``, for one shard group.
 
     Args:
         parameters: the records.
-        options: the caller's choices.
+        options: the options of the optimizer.
         gradients: where reduced gradients go.
         buckets: of the open sync, and in flight.
         number: index of the shard group whose gradients these are.
@@ -108,9 +108,9 @@ class Reducer:
         self.plan = LearntPlan(self._records, group, bucket_size, wide)
         self._hooks: list[RemovableHandle] = []
         self.remove_hooks = finalize(self, _remove, self._hooks)
-        self._announced: Work[bytes] | None = None  # what the open sync carries
-        self._unread: deque[Work[bytes]] = deque()  # what the syncs do that have carried everything
-        self._put_off: deque[Work[bytes]] = deque()  # what the syncs will that run when all agree
+        self._announced: Work[bytes] | None = None  # the parameters that the open sync carries
+        self._unread: deque[Work[bytes]] = deque()  # of syncs that carried all parameters
+        self._put_off: deque[Work[bytes]] = deque()  # of syncs that run when all ranks agree
         self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
         self._edited: Counter[str] = Counter()  # edits of gradients that the ranks are to agree on
         self.has_lacked = False
@@ -119,10 +119,10 @@ class Reducer:
         self._warned = number > 0 or group.group_rank > 0
         self.extend()
 
-    # ---- what is set up once, and again when parameters are added ----
+    # ---- set up once, and again when parameters are added ----
 
     def extend(self) -> None:
-        """Take records that have no hook yet into hooks and plan, which starts anew in reverse order."""
+        """Register hooks for new records, and start the bucket plan again in reverse order of registration."""
         for record in self._records[len(self._hooks) :]:  # a parameter outlives its optimizer
             hook = partial(Reducer.gradient_ready, ref(self), record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -130,11 +130,11 @@ class Reducer:
         self.plan.follow(self._unused.detecting)
 
     def plan_state(self) -> PlanState | None:
-        """What the plan follows from; None: no step has been taken yet."""
+        """Return the learnt order and what goes with it, to be saved; None: no step has been taken yet."""
         return self.plan.state(self.buckets.repeats, self._unused.detecting) if self.plan.known else None
 
     def restore_plan(self, state: PlanState | None) -> None:
-        """Go on with the plan of another run, or start one anew, with no gradients around. All ranks call it alike."""
+        """Continue with another run's bucket plan, or start one anew; there must be no gradients."""
         self._state.failure.mend(Damage.PARAMETERS)
         order, came, repeats, detecting = state or PlanState([], 0, [], False)
         self.buckets.repeats = set(repeats)
@@ -146,11 +146,11 @@ class Reducer:
 
     @property
     def _shares_order(self) -> bool:
-        """Return whether the reductions of several optimizers have one order on a device."""
+        """Return whether several optimizers share one order of reductions on a device."""
         return self._in_order and self._ranks.context.is_shared
 
     def agree_on_backward(self) -> None:
-        """Raise on all ranks unless all run a backward of this optimizer, where other optimizers share the order."""
+        """Raise on all ranks unless all run the same backward, if optimizers share an order. Communicates then."""
         if self._state.syncs and self._shares_order:
             within = any(each.syncs for each in StepState.in_backward)  # which starts its reductions after these
             doing = "run a backward within another optimizer's" if within else "run a backward"
@@ -160,11 +160,11 @@ class Reducer:
             agree(self._group, [done], None, doing, _BACKWARDS, failed=self._state.failure.words)
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, by_itself: bool) -> None:
-        """Open a sync for an ``optimizer.backward``, after one that an error may have left open.
+        """Open the sync of an ``optimizer.backward``. Communicates if unused parameters are detected.
 
         Args:
-            loss: what the backward is run from.
-            inputs: what it is given as such.
+            loss: the tensor from which the backward is run.
+            inputs: the ``inputs`` argument of the backward.
             by_itself: no other optimizer's backward runs within.
         """
         if self._state.syncs:
@@ -184,7 +184,7 @@ class Reducer:
                 self._open_sync(reached)
 
     def end(self, failed: bool) -> None:
-        """End the sync of an ``optimizer.backward``, be it by an error: others may wait for this rank's part.
+        """Close the sync of an ``optimizer.backward``, even after an error: other ranks wait for this rank's part.
 
         An interrupt waits for nobody, and leaves the sync open.
         """
@@ -200,7 +200,7 @@ class Reducer:
 
     @staticmethod
     def gradient_ready(reducer: ReferenceType[Reducer], record: ShardedParameter, _: Tensor) -> None:
-        """A gradient has been accumulated into ``p.grad``."""
+        """Handle a gradient that autograd has just left in ``p.grad``: fill its bucket, and start complete ones."""
         self = reducer()
         assert self is not None, "its hooks go with it"
         buckets, state, running = self.buckets, self._state, StepState.in_backward
@@ -217,7 +217,7 @@ class Reducer:
                 self._start()
 
     def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
-        """Whether the open sync takes a gradient; without one, it may be the first of a plain ``loss.backward()``.
+        """Return whether the open sync takes a gradient; open the sync of a plain ``loss.backward()`` if none is open.
 
         A frozen one goes; in a sync of everything its bucket sees to that. ``earlier``: ``p.grad`` had another before.
         """
@@ -262,14 +262,14 @@ class Reducer:
             )
 
     def _open_plain(self) -> None:
-        """Open a sync for the backward whose first gradient has come: a plain ``loss.backward()``, or an unforeseen."""
+        """Open the sync of a plain ``loss.backward()``, whose first gradient has come."""
         self._may_be_alone = True
         self._drop_cleared()
         self._open_sync()
         self._starts_early = self._overlaps
 
     def _keep_until_all_agree(self, record: ShardedParameter) -> None:
-        """Leave a gradient in ``p.grad`` until the ranks agree: not all of them may have run its backward.
+        """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call.
 
         With other optimizers, or further shard groups, they would start reductions in different orders.
         """
@@ -279,7 +279,7 @@ class Reducer:
         self._state.phase = Phase.COMING
 
     def _watch_graph_task(self, record: ShardedParameter) -> bool:
-        """Have the end of the plain backward that runs be told; whether it is another one than the last."""
+        """Register a callback for the end of the running backward; return whether it is a new one."""
         task = torch._C._current_graph_task_id()
         if task == self._graph_task:
             return False
@@ -289,7 +289,7 @@ class Reducer:
         return True
 
     def _graph_task_ended(self) -> None:
-        """A plain backward of one graph is over; if it wasn't nested in another's, so is the sync."""
+        """Close the sync of a plain backward that has ended, unless it was nested in another."""
         if torch._C._current_autograd_node() is not None:
             return
         if self.buckets.is_open:
@@ -299,7 +299,7 @@ class Reducer:
             self._show_kept()
 
     def _show_kept(self) -> None:
-        """Let ``p.grad`` tell of gradients that stay there until the ranks agree."""
+        """Show sharded gradients in ``p.grad``, with unreduced ones pending, until the ranks agree."""
         self._keeps_some = True
         for record in (each for each in self._records if not each.is_empty):
             record.show()
@@ -309,7 +309,7 @@ class Reducer:
     # ---- one sync ----
 
     def _open_sync(self, reached: set[int] | None = None) -> None:
-        """Open a sync in whose backward these gradients are foreseen; None: any may come."""
+        """Open a sync; ``reached``: the parameters that may get gradients; None: any. Communicates if detecting."""
         self._graph_task = -1
         self._state.phase = Phase.COMING
         if self._put_off:  # all ranks run their syncs in one order
@@ -331,7 +331,7 @@ class Reducer:
             )
 
     def _join_sync(self, used: bytes | None) -> None:
-        """Run a sync that all ranks know of, with what is left here: of what has a byte other than 0 in ``used``.
+        """Run a sync that other ranks ran, with this rank's leftovers or zeros. Communicates.
 
         None: of everything.
         """
@@ -339,12 +339,12 @@ class Reducer:
         self._close_sync()
 
     def _read_announced(self, announced: Work[bytes]) -> None:
-        """Learn what the ranks will use in the open sync."""
+        """Read which parameters the ranks will use in the open sync, and make its buckets."""
         self._announced = None
         self.buckets.follow(self.plan.of(announced.wait()))
 
     def _close_sync(self) -> None:
-        """Start what is left of the open sync."""
+        """Start the remaining buckets of the open sync, and close it. Communicates."""
         if self._announced is not None:
             if not self._comes(self._announced):
                 self._put_off_sync(self._announced)
@@ -363,7 +363,7 @@ class Reducer:
         self._finish_some()
 
     def _put_off_sync(self, announced: Work[bytes]) -> None:
-        """Leave a sync's gradients in ``p.grad`` until all agree: others may not tell what it carries before."""
+        """Close a sync without running it; its gradients stay in ``p.grad`` until all ranks agree."""
         self._put_off.append(announced)
         self._announced = None
         self.buckets.close()
@@ -371,14 +371,14 @@ class Reducer:
         self._show_kept()
 
     def _start(self, close: bool = False) -> None:
-        """Start the buckets that are complete, as far as the plan's order goes; ``close``: all that are left."""
+        """Start complete buckets in the plan's order; with ``close``, all that are left. Communicates."""
         waiting = self.buckets.waiting
         while waiting and (close or not waiting[0].missing):
             self.buckets.start_next()
             self._finish_some()
 
     def _leftovers(self, touched: Iterable[ShardedParameter] | None = None) -> list[int]:
-        """Return the indices of parameters whose ``p.grad`` holds what can be reduced; ``touched`` as before."""
+        """Return the indices of parameters whose ``p.grad`` holds an unreduced gradient."""
         return [
             record.index
             for record in (self._gradients.touched() if touched is None else touched)
@@ -388,7 +388,7 @@ class Reducer:
     # ---- reductions end, in the order of starting ----
 
     def _finish_some(self, leave: int | None = None) -> None:
-        """Finish reductions, in the midst of a step, so that few buffers are held.
+        """Finish old reductions during a backward, to bound the buffers held; wait only while ranks keep up.
 
         Wait for none where this rank may be alone with it: others may not have begun, and not begin until all agree.
         """
@@ -401,7 +401,7 @@ class Reducer:
             self._finish_oldest()
 
     def _comes(self, work: Work[Any]) -> bool:
-        """Wait a while for what other ranks may not begin before all agree on a call; return whether it is there.
+        """Wait up to a second for other ranks' part of a work; return whether it has come.
 
         They may have come to another call than a backward, and wait for this rank there. Once a wait was in vain there
         are no more until the ranks have agreed. Where several optimizers share an order, they have agreed on this
@@ -426,11 +426,11 @@ class Reducer:
 
     @property
     def _shows_some(self) -> bool:
-        """Whether a sharded gradient may be in ``p.grad``."""
+        """Return whether a sharded gradient may be in ``p.grad``."""
         return self._keeps_some or bool(self.buckets.in_flight or self._gradients.buckets)
 
     def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None) -> None:
-        """Drop gradients whose ``p.grad`` was set to None since; ``touched``: what ``GradientStore.touched`` tells now.
+        """Drop the gradients whose ``p.grad`` the caller has set to None, behind reductions under way.
 
         A sum that is still under way is dropped behind it, so that sums change in one order on all ranks, however fast
         each of them is.
@@ -450,13 +450,13 @@ class Reducer:
                     self._gradients.drop(cleared)
 
     def note_edit(self, what: str) -> None:
-        """Have the ranks agree, in their next call, that all have made an edit of gradients."""
+        """Note an edit of gradients, for the ranks to compare in their next call. Doesn't communicate."""
         self._edited[what] += 1
 
     # ---- the end of a step's syncs ----
 
     def finish(self, call: Call) -> None:
-        """Complete every record's ``g``, on all ranks alike; parameters that no rank used have none.
+        """Complete every record's ``g`` on all ranks; parameters that no rank used get none. Communicates.
 
         Communicates: all ranks call it. May be called again; it then finds nothing to do.
 
@@ -481,7 +481,7 @@ class Reducer:
                 self._assign(assigned)
 
     def _assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
-        """Copy gradients that callers have ``assigned`` to slices, on all ranks alike, to where steps take them."""
+        """Copy gradients that callers assigned to slices into the sums, if some rank has a gradient."""
         for record in assigned:
             if not record.worked:
                 error = ValueError(
@@ -495,7 +495,7 @@ class Reducer:
     def agree_on_syncs(
         self, call: Call, touched: Sequence[ShardedParameter] | None = None, completes: bool = False
     ) -> bytes | None:
-        """Agree on the call, and have run the same syncs as all; returns the presence map, None: all are present.
+        """Agree on the call, and run the syncs that other ranks ran; return the presence map, or None. Communicates.
 
         Nothing is in flight then. On a device the current stream has yet to ``join`` the sums. Gradients that are left
         in ``p.grad`` stay there, unless the call ``completes`` them. The call comes first, before anything is done.
@@ -524,7 +524,7 @@ class Reducer:
         return present
 
     def _compare(self, call: Call, leftovers: Sequence[int]) -> SyncProgress:
-        """Agree on the call; returns how many syncs a rank needs, at most, and whether one lacks a gradient.
+        """Compare this rank's progress with the others', and return the agreed one. Communicates.
 
         Gradients that are left in ``p.grad`` take one more sync on this rank.
         """
@@ -548,11 +548,11 @@ class Reducer:
         return agreed
 
     def _agree_on_use(self, completes: bool) -> bytes:
-        """What a sync carries that this rank has not run, and others may have."""
+        """Return which parameters some rank uses in a sync that this rank has not run. Communicates."""
         return self._unused.announce_sync(self._leftovers() if completes else ()).wait()
 
     def discard(self, call: Call) -> None:
-        """``zero_grad``: finish what is in flight, for the other ranks' sake too, and count syncs anew.
+        """Finish what is under way for ``zero_grad``, and count syncs from 0 again. Communicates.
 
         Communicates: any rank may have run a plain backward alone. Gradients that become zeros are stepped, so the
         ranks must have dropped the same ones before.
@@ -565,7 +565,7 @@ class Reducer:
         self._group.progress.micro_batch = 0
 
     def end_step(self) -> None:
-        """Between steps: look whether any rank lacked a gradient, and once take over rank 0's order of gradients."""
+        """Between steps, learn rank 0's order once, and switch detection on if a gradient lacked. May communicate."""
         learns = not self.plan.known and self._group.progress.micro_batch > 0
         if learns:
             self.plan.learn()
@@ -575,20 +575,20 @@ class Reducer:
         self._group.progress.micro_batch = 0
         self._group.progress.step += 1
 
-    # ---- what others may ask ----
+    # ---- queries ----
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward has left gradients here since the open sync began, or before it, unreduced."""
+        """Return whether a backward has left unreduced gradients here."""
         return bool(self.buckets.arrivals or self._leftovers())
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight or about to be."""
+        """Return whether no sync is open and no reduction is under way."""
         return not self.buckets.is_open and not self.buckets.in_flight
 
     def under_way(self) -> list[Work[Tensor]]:
-        """Reductions in flight."""
+        """Return the works of the reductions under way."""
         return [bucket.work for bucket in self.buckets.in_flight]
 
 

@@ -1,4 +1,4 @@
-"""Buckets: each packs its gradients by rank, reduces them, and keeps their sum until the step.
+"""Buckets: each packs its gradients by rank, reduces them, and keeps the reduced row until the step.
 
 ``BucketStore`` fills the buckets of one gradient sync after the other, and starts and finishes them in the plan's
 order, alike on every rank.
@@ -44,7 +44,7 @@ class Reduction(NamedTuple):
     Attributes:
         group: the ranks that share the parameters.
         keeps_row_only: by a reduce-scatter, not an all-reduce.
-        divisor: what gradients are divided by before they are summed.
+        divisor: divides gradients before they are summed.
         streams: what buckets are packed, started and finished on.
         packed: is called with each buffer.
         under_way: reductions that a device may have under way when a bucket is packed.
@@ -59,7 +59,7 @@ class Reduction(NamedTuple):
 
 
 class Bucket:
-    """Parameters that are reduced together in one sync, and then this rank's shard of their reduced gradients.
+    """Parameters that are reduced together in one sync, and then this rank's row of their reduced gradients.
 
     Here the optimizer steps where the parameters are; a ``HostBucket`` (``offload/``) keeps its row on the host.
 
@@ -68,11 +68,11 @@ class Bucket:
         records: of these parameters, in the row's order; one that no rank used has zeros there.
         state: how far it has come.
         missing: gradients that it still waits for.
-        work: its reduction, while that is in flight.
+        work: the reduction, while it is under way.
         row: this rank's row of the sum, ``[body]``, where steps are taken: of the buffer's dtype after one micro-batch,
             fp32 at least after more. A host's may be read after ``to_step`` alone.
         rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
-        scale: what the sum is to be multiplied with to be averaged and unscaled; None: as reductions leave it.
+        scale: the factor that makes the sum averaged and unscaled; None: that of a fresh reduction.
         empty: indices of the parameters whose part of the sum is zeros on all ranks, since their gradients were dropped
             or no rank had one.
         dropped_next: parameters whose gradients were dropped while this was the last reduction under way: their sums
@@ -135,7 +135,7 @@ class Bucket:
         return buffer
 
     def finish_reduce(self, streams: Streams) -> Tensor:
-        """Wait for the sum; return this rank's row of it, ``[body]``, or all rows, ``[world_size, body]``."""
+        """Wait for the reduction, and return this rank's row, ``[body]``, or all rows, ``[world_size, body]``."""
         work = self.work
         del self.work  # and what it keeps alive
         total = work.wait()
@@ -144,55 +144,55 @@ class Bucket:
         alone = total.dim() > 1 and self.records[0].split.world_size == 1
         return (total[0] if alone else total)[..., : self.planned.body]
 
-    # ---- what it leaves ----
+    # ---- the reduced row ----
 
     def hold(self, total: Tensor) -> None:
-        """Keep a sum, which is where the parameters are: this rank's row, or all ranks'."""
+        """Keep a reduced sum on the parameters' device: this rank's row, or all rows."""
         self.rows, self.row = (total, self.own_row(total)) if total.dim() > 1 else (None, total)
         self.state = BucketState.REDUCED
 
     def own_row(self, rows: Tensor) -> Tensor:
-        """Return this rank's row of all ranks', ``[body]``; where another rank owns the bucket, ``[0]``."""
+        """Return this rank's row of ``rows``, ``[body]``; ``[0]`` if another rank owns the bucket."""
         return self.records[0].split.own_row(rows, self.records[0].rank)
 
     def hold_for_step(self, row: Tensor) -> None:
-        """Keep this rank's row of gradients, averaged and unscaled, where steps are taken."""
+        """Keep this rank's row of averaged, unscaled gradients, and drop other rows."""
         self.rows, self.row, self.scale = None, row, 1.0
 
     @property
     def measured(self) -> Tensor:
-        """A tensor on the parameters' device that has the row's L2 norm: the row itself, or its norm."""
+        """Return a tensor on the parameters' device that has the row's L2 norm: the row itself, or its norm."""
         return self.row
 
     def sums(self) -> Tensor:
-        """Return the sums that ``hold`` got, on the parameters' device; the host doesn't wait."""
+        """Return the sums that ``hold`` kept, on the parameters' device; the host doesn't wait."""
         return self.row if self.rows is None else self.rows
 
     def fetch(self, part: Tensor) -> Tensor:
-        """A part of ``row``, where the parameters are; the host waits, and may use the row."""
+        """Return a part of ``row`` on the parameters' device; the host waits if it has to be copied."""
         return part
 
     def to_step(self) -> Tensor:
-        """Return the row, ``[body]``, once it is complete, and let go of other ranks' rows and of their memory."""
+        """Return the row, ``[body]``, once it is complete, and free other ranks' rows."""
         if self.rows is not None:
             self.rows, self.row = None, self.row.clone()
         return self.row
 
     def split(self, row: Tensor) -> Sequence[Tensor]:
-        """The records' slices in a row, or in all ranks' rows, like this one's: views."""
+        """Cut a row, or all ranks' rows, into the records' slices, and return them as views."""
         if row.shape[-1] == 0:  # another rank's
             return [row] * len(self.records)
         return row.split_with_sizes(self.planned.sizes, dim=-1)
 
     def part_of(self, record: ShardedParameter, row: Tensor) -> Tensor:
-        """One record's slice in such a row: ``g``, ``[s]``, in this bucket's own."""
+        """Return one record's slice of a row, or of all ranks' rows, as a view."""
         at = self.planned.members.index(record.index)
         if row.shape[-1] == 0:
             return row
         return row.narrow(-1, self.planned.starts[at], self.planned.sizes[at])
 
     def working(self) -> list[ShardedParameter]:
-        """The mapping p <-> p32 <-> g of this bucket: the records that a rank had a gradient for."""
+        """Return the bucket's records for which some rank had a gradient."""
         return [record for record in self.records if record.worked]
 
 
@@ -200,19 +200,19 @@ NewBucket: TypeAlias = Callable[[PlannedBucket, Sequence[ShardedParameter]], Buc
 
 
 class StepOnDevice:
-    """Masters and shards are where the parameters are."""
+    """Makes buckets, and gives masters to gathers, if both lie on the parameters' device."""
 
     def bucket_type(self) -> NewBucket:
-        """Return the constructor of buckets."""
+        """Return the class of buckets."""
         return Bucket
 
     def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
-        """Return the values of ``masters`` on ``like``'s device, to be gathered in its dtype."""
+        """Return ``masters`` themselves, to be gathered in ``like``'s dtype."""
         return masters
 
 
 class BucketStore:
-    """The buckets of the open sync, and those whose reduction is in flight.
+    """The buckets of the open gradient sync, and those whose reduction is under way.
 
     A sync's buckets start in the plan's order, each when all that it waits for has come, so that every rank starts the
     same ones in the same order.
@@ -226,13 +226,13 @@ class BucketStore:
     Attributes:
         streams: what buckets are packed, started and finished on.
         arrivals: indices in the order in which this sync's gradients came.
-        unexpected: those of them that weren't expected.
+        unexpected: the indices among them that weren't expected.
         repeats: parameters whose gradient may come more than once in a backward: their bucket waits for its end.
         lacked: a bucket of this sync left without one of its gradients.
         waiting: buckets of the open sync that haven't started, in the plan's order.
         in_flight: buckets that are being reduced, the oldest first.
         is_open: a sync is.
-        expected: what is expected in it; None: all, or nobody knows.
+        expected: the parameters whose gradients are expected in it; None: all, or it isn't known.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class BucketStore:
                 self._buckets[plan.bucket_of[index]].missing += 1
 
     def fill(self, record: ShardedParameter) -> bool:
-        """Note a gradient; return whether a bucket may start now.
+        """Note a record's gradient in its bucket; return whether a bucket may start now.
 
         A second one of the same parameter (a weight that two nested backwards share) stays in ``p.grad``: with the
         first if the bucket hasn't started, else for one more sync.
@@ -305,7 +305,7 @@ class BucketStore:
     # ---- starting, in the plan's order ----
 
     def start_next(self) -> None:
-        """Start the next bucket in the plan's order."""
+        """Start the next bucket in the plan's order; after an error, start it with zeros. Communicates."""
         bucket = self.waiting[0]
         try:
             self._start(bucket)
@@ -318,7 +318,7 @@ class BucketStore:
                 self.in_flight.append(bucket)
 
     def lost_sum(self, bucket: Bucket) -> Tensor:
-        """Zeros in place of the sum of a bucket, whose reduction has failed on this rank alone."""
+        """Return zeros in place of the sum of a bucket whose reduction failed on this rank alone."""
         lead = bucket.records[0]
         rows = lead.padded.new_zeros(lead.split.rows, bucket.planned.body, dtype=lead.communication_dtype)
         return bucket.own_row(rows) if self._how.keeps_row_only or self._how.group.size == 1 else rows
@@ -338,7 +338,7 @@ class BucketStore:
 
 
 def pack(buffer: Tensor, flats: Sequence[Tensor], divisor: float = 1.0) -> None:
-    """Lay 1-D tensors side by side in ``buffer`` (``[world_size, row]``), each padded and cut into its rows.
+    """Lay 1-D tensors side by side in ``buffer``, ``[world_size, row]``, each padded and cut into the ranks' rows.
 
     One multi-tensor call, whatever their number. The tensors share one dtype, which may differ from the buffer's, and
     none is empty. They are divided by ``divisor``, and left as they are: before they are cast to a dtype that couldn't

@@ -1,4 +1,4 @@
-"""Checks of what an optimizer is made of, on this rank: each raises for what can't be sharded, and changes nothing."""
+"""Checks of an optimizer, its parameters and its model on this rank. They raise, and change nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .storages import overlapping
 
 
 def check_optimizer(optimizer: object, model: object) -> None:
-    """Raise unless ``optimizer`` is a torch optimizer with parameters to train and ``model`` a plain module."""
+    """Raise unless ``optimizer`` is a torch optimizer with parameters to train, and ``model`` is a plain module."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if torch.is_inference_mode_enabled():
@@ -64,16 +64,16 @@ def check_parameters(
     model: nn.Module | None = None,
     known: Mapping[Tensor, str] | None = None,
 ) -> None:
-    """Raise for the first parameter that can't be sharded, and for an ``optimizer`` that can't step where it has to.
+    """Raise for the first parameter that can't be sharded, and if ``cpu_offload`` can't step the optimizer.
 
     Args:
         optimizer: has them in its groups.
         new: the parameters.
         names: of all parameters of ``optimizer``.
         group: the ranks to shard over.
-        options: the caller's choices.
+        options: the options of the optimizer.
         model: the module they belong to; None: there is none, or it has been checked.
-        known: those that are sharded already, by name.
+        known: the parameters that are sharded already, with their names.
     """
     for p in new:
         _check_parameter(p, names[p], group)
@@ -87,7 +87,7 @@ def check_parameters(
 
 
 def check_group(param_group: Any, parameters: ParameterStore) -> None:
-    """Raise unless it is a group as torch has them, of parameters that are new; make a list of its parameters."""
+    """Raise unless ``param_group`` is a dict of new parameters; turn its parameters into a list."""
     if not isinstance(param_group, dict) or "params" not in param_group:
         got = list(param_group) if isinstance(param_group, dict) else type(param_group).__name__
         raise TypeError(
@@ -105,7 +105,7 @@ def check_group(param_group: Any, parameters: ParameterStore) -> None:
 
 
 def _check_own_memory(named: Mapping[Tensor, str]) -> None:
-    """Raise for two parameters that share memory."""
+    """Raise ``ValueError`` if two parameters share memory."""
     pair = overlapping(list(named))
     if pair is not None:
         one, other = (list(named.values())[place] for place in pair)
@@ -116,7 +116,7 @@ def _check_own_memory(named: Mapping[Tensor, str]) -> None:
 
 
 def _check_one_device(named: Mapping[Tensor, str]) -> None:
-    """Raise for the first parameter that isn't on the first one's device: hooks run on one thread a device."""
+    """Raise ``ValueError`` unless all parameters are on one device: hooks run on one thread a device."""
     first, device = next(((name, p.device) for p, name in named.items()), ("", None))
     for p, name in named.items():
         if p.device != device:
@@ -155,14 +155,14 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
 
 
 def check_has_values(model: nn.Module | None) -> None:
-    """Raise for a parameter or buffer of ``model`` that has no values, trained or not: ranks start from rank 0's."""
+    """Raise ``ValueError`` if a parameter or buffer of ``model`` is on meta."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
         if tensor.is_meta:
             raise ValueError(f"{name}: expected values, got a tensor on meta: materialise the model first (to_empty)")
 
 
 def _check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:
-    """Raise for an embedding of ``model`` whose gradient would be sparse."""
+    """Raise ``ValueError`` if an embedding of ``model`` would have a sparse gradient."""
     for module in model.modules() if model is not None else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight in names:
             raise ValueError(
@@ -172,7 +172,7 @@ def _check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) ->
 
 
 def _check_steps_on_host(optimizer: Optimizer) -> None:
-    """Raise for settings of ``optimizer`` that the host has no kernels for."""
+    """Raise ``ValueError`` for ``capturable`` and for settings that are tensors on a device."""
     for at, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The gather store: brings stepped slices back into the working parameters, at once or while the next forward runs."""
+"""The gather store: gathers stepped slices into the parameters, at once or during the next forward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .step_state import Damage, StepState
 
 T = TypeVar("T")
 
-# Elements of slices that are stepped and gathered in one call: so many that the call itself doesn't count.
+# Elements of slices that are stepped and gathered in one call, so that the cost of the call itself is negligible.
 PART = 2**19
 # Two buffers: one is filled while the other is gathered.
 IN_FLIGHT = 2
 
 
 def in_parts(items: Iterable[tuple[Hashable, int, T]]) -> Iterator[list[T]]:
-    """Yield successive items that are gathered together, of one kind; a part ends when it has ``PART`` elements.
+    """Group successive items of one kind to parts of at least ``PART`` elements, and yield the parts.
 
     ``items``: the kind, the elements of a slice, and the item itself.
     """
@@ -46,11 +46,11 @@ def in_parts(items: Iterable[tuple[Hashable, int, T]]) -> Iterator[list[T]]:
 
 
 class Gather:
-    """Parameters that were stepped together, and whose rows are gathered together.
+    """Parameters that were stepped together, while their rows are gathered.
 
     Attributes:
         records: the parameters.
-        awaited: whoever reads one of them waits; else they have to be there when the step has ended.
+        awaited: readers of the parameters wait for them; else the step waits.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Gather:
             defer_until_read((record.p for record in records), self.finish_gather)
 
     def finish_gather(self) -> None:
-        """Return when the rows are in place for the current stream; may be called again.
+        """Wait until the rows are in place for the current stream; may be called again.
 
         A reader on another stream has to wait too: until the device has written them they stay awaited. An error is
         raised once, and leaves parameters undefined. A fork of this process can't finish the gather: each read raises.
@@ -109,11 +109,11 @@ class Gather:
 
 
 class GatherStore:
-    """Gathers the parameters that were stepped together, one such part after the other.
+    """Starts and finishes the gathers of one shard group, in order.
 
     Args:
         group: the ranks that share the parameters.
-        streams: what gathers are started and finished on.
+        streams: the streams on which gathers are started and finished.
         stepping: where masters are.
         state: of the optimizer's step, which learns of failed gathers.
         overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
@@ -138,7 +138,7 @@ class GatherStore:
         self._under_way: deque[Gather] = deque()
 
     def start_gather(self, records: Sequence[ShardedParameter]) -> None:
-        """Start gathering the stepped ``records``, which are of one kind; alike on every rank."""
+        """Start gathering the stepped ``records``, all of one kind. Communicates, alike on every rank."""
         # The write goes past p: without this, a backward through the old values would go unnoticed.
         _increment_version([record.p for record in records])
         for record in records:
@@ -160,7 +160,7 @@ class GatherStore:
             self.finish(leave=IN_FLIGHT)
 
     def gather(self, records: Sequence[ShardedParameter]) -> None:
-        """Gather ``records``, whose slices have been changed, and return when they are there; alike on every rank."""
+        """Gather ``records``, whose slices have changed, and wait for it. Communicates, alike on every rank."""
         gathered = [record for record in records if not record.is_empty]
         for part in in_parts((record.kind, record.split.slice_size, record) for record in gathered):
             self.start_gather(part)
@@ -168,13 +168,13 @@ class GatherStore:
         self.finish()
 
     def end_step(self) -> None:
-        """Wait for the gathers of a step that no reader will wait for."""
+        """Wait for the step's gathers whose parameters can't be awaited by their readers."""
         for gather in [each for each in self._under_way if not each.awaited]:
             self._under_way.remove(gather)
             gather.finish_gather()
 
     def finish(self, leave: int = 0) -> None:
-        """Return when everything is in place, but for the last ``leave`` gathers."""
+        """Wait for all gathers but the last ``leave``."""
         while len(self._under_way) > leave:
             oldest = self._under_way[0]
             oldest.finish_gather()

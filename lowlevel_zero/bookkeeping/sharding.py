@@ -24,7 +24,7 @@ SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class Sharding:
-    """The param groups of an optimizer that ``parameters`` doesn't know yet, on their way to slices.
+    """Shards an optimizer's new param groups: records, padded storages, then slices in place of parameters.
 
     Made on each rank by itself: every trainable parameter gets a record, and moves over padded storage; frozen ones get
     neither record nor state. Then all ranks start alike, then each takes its slices.
@@ -32,9 +32,9 @@ class Sharding:
     Args:
         optimizer: the wrapped one.
         parameters: the records so far.
-        options: the caller's choices.
+        options: the options of the optimizer.
         names: of the optimizer's parameters.
-        choices: what decides the split of each parameter.
+        choices: the ``Choice`` of each parameter's split.
         slice_multiple: returns what slices are multiples of, from a number of elements and of ranks.
     """
 
@@ -81,7 +81,7 @@ class Sharding:
 
     @torch.no_grad()
     def include_untrained(self, model: nn.Module | None) -> None:
-        """Have the ranks start alike in buffers too, and parameters that aren't trained, of these groups and ``model``.
+        """Add buffers and untrained parameters to what is broadcast, and warn of tensors left behind.
 
         Warns of what looked at the memory of a trained one, which has left it.
         """
@@ -100,7 +100,7 @@ class Sharding:
             self._alike[self._parameters.shard_group_of(tensor)].append(distinct(tensor.detach()))
 
     def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
-        """Names of parameters that have left memory which one of ``others`` goes on looking at."""
+        """Yield names of parameters that have left memory which one of ``others`` still uses."""
         left = sorted(self._left)
         for start, stop in (memory_of(other) for other in others if other.layout == torch.strided):
             at = bisect_left(left, (stop, 0, "")) - 1  # the last that begins before its end
@@ -109,7 +109,7 @@ class Sharding:
 
     @torch.no_grad()
     def broadcast_initial_values(self) -> None:
-        """Give all ranks that share a parameter the first one's values and state. Communicates, and no more."""
+        """Broadcast parameters, buffers and states from the first rank that shares them. Communicates."""
         device = (self._records or self._parameters.records)[0].padded.device
         for ranks, tensors in zip(self._parameters.shard_groups, self._alike, strict=True):
             ranks.broadcast(tensors, device)
@@ -117,7 +117,7 @@ class Sharding:
 
     @torch.no_grad()
     def take_slices(self) -> None:
-        """Enter the records; put slices, and their state, where the optimizer has whole parameters."""
+        """Put slices, and their state, into the optimizer in place of whole parameters. Doesn't communicate."""
         optimizer, parameters = self._optimizer, self._parameters
         groups = optimizer.param_groups[self._known :]
         for settings in groups:
@@ -137,7 +137,7 @@ class Sharding:
 
 
 def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:
-    """Convert every parameter of param ``groups`` to ``dtype``, letting go of gradients of another; None: leave all."""
+    """Convert every parameter of param ``groups`` to ``dtype``, and drop gradients of another; None: do nothing."""
     for group in groups if dtype is not None else ():
         for p in group["params"]:
             if p.dtype != dtype:
@@ -146,7 +146,7 @@ def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> N
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """An expanded buffer's elements, each once: what shares memory can't be written as a whole."""
+    """Return each element of an expanded tensor once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

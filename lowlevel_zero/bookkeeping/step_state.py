@@ -1,4 +1,4 @@
-"""The state of the coming step that all shard groups of one optimizer have in common."""
+"""The state of the coming step, which all shard groups of one optimizer share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Phase(Enum):
 
 
 class Damage(Flag):
-    """The extent of what an error has left on this rank."""
+    """The damage that an error has done on this rank."""
 
     CALL = auto()  # a call has ended by it, and nothing is lost
     GRADIENTS = auto()  # gradients of the step are lost, until zero_grad
@@ -40,7 +40,7 @@ class Damage(Flag):
 
 
 class Failure:
-    """The damage that errors have done on this rank; its peers hear of it when the ranks next agree.
+    """The damage that errors have done on this rank; the ranks tell each other at their next agreement.
 
     Attributes:
         damage: how far it goes; nothing: all is well.
@@ -54,31 +54,31 @@ class Failure:
         self.deferred: Exception | None = None
 
     def note(self, error: BaseException | None, damage: Damage = Damage.CALL) -> None:
-        """Note that ``error`` has ended a call, or has done ``damage``."""
+        """Record that ``error`` has ended a call, or has done ``damage``."""
         self.damage |= damage
         self.words = self.words or f"{type(error).__name__}: {error}"
 
     def defer(self, error: BaseException) -> None:
-        """Note that ``error`` has cost gradients, for ``raise_deferred`` to raise; raise an interrupt at once."""
+        """Record that ``error`` has cost gradients, and keep it for ``raise_deferred``; raise an interrupt at once."""
         self.note(error, Damage.GRADIENTS)
         if not isinstance(error, Exception):
             raise error
         self.deferred = self.deferred or error
 
     def raise_deferred(self) -> None:
-        """Raise the error that was deferred while this rank did what its peers waited for."""
+        """Raise the error that ``defer`` kept, if any."""
         error, self.deferred = self.deferred, None
         if error is not None:
             raise error
 
     def mend(self, damage: Damage) -> None:
-        """Forget ``damage``, which all ranks have made up for."""
+        """Clear ``damage``, which all ranks have repaired."""
         self.damage &= ~damage
         if not self.damage:
             self.words = ""
 
     def refusal(self, call: str, uses_gradients: bool) -> RuntimeError | None:
-        """Return the error that keeps this rank from making ``call``, or None."""
+        """Return the error that keeps this rank from making ``call`` because of earlier damage, or None."""
         if Damage.PARAMETERS in self.damage and call not in _RECOVERIES:
             return RuntimeError(_UNDEFINED.format(self.words))
         if uses_gradients and Damage.GRADIENTS in self.damage:
@@ -99,7 +99,7 @@ class StepState:
         agreed: the ranks have agreed on the call under way.
         failure: what errors have left on this rank.
         in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
-        alive: those of all optimizers of this process.
+        alive: the states of all optimizers of this process.
     """
 
     in_backward: ClassVar[list[StepState]] = []
@@ -116,12 +116,12 @@ class StepState:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process has no other optimizer."""
+        """Return whether this process has no other optimizer."""
         return len(StepState.alive) == 1
 
     @property
     def is_scaled(self) -> bool:
-        """Whether losses are scaled."""
+        """Return whether losses are scaled."""
         return self._scaler is not None
 
     def gradient_scale(self) -> float | Tensor:

@@ -37,7 +37,7 @@ def encoded_size(numel: int) -> int:
 
 
 def encode(rows: Tensor, into: Tensor) -> None:
-    """Write ``rows``, ``[k, n]`` and of a floating dtype, into ``[k, encoded_size(n)]`` bytes."""
+    """Encode ``rows``, ``[k, n]``, into ``into``, ``[k, encoded_size(n)]`` bytes."""
     numel = rows.shape[1]
     blocks = _in_blocks(rows)
     exponents = _exponents(blocks.abs().amax(-1).float())
@@ -54,7 +54,7 @@ def decode(encoded: Tensor, numel: int) -> Tensor:
 
 
 def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
-    """Return a mask of the numbers of ``rounded``, ``[n]``, that fp8 may have made of ``exact``, whatever their block.
+    """Return a mask of the numbers of ``rounded``, ``[n]``, that fp8 may have made of ``exact``, in any block.
 
     A number that is tiny beside the largest may have been rounded in many ways, to one as tiny.
     """
@@ -65,7 +65,7 @@ def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 class Fp8(Backend):
-    """Encodes buffers in fp8, has another backend carry them, and sums in fp32.
+    """A backend that encodes buffers in fp8, sends them by another backend, and sums in fp32.
 
     Args:
         way: carries bytes.
@@ -91,7 +91,7 @@ class Fp8(Backend):
         return self.exchange_rows(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing, without fp8."""
+        """Start summing a few numbers by the other backend, without fp8."""
         return self._way.sum(value)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
@@ -103,7 +103,7 @@ class Fp8(Backend):
         return gathered.then(lambda _: buffer.copy_(decode(encoded, row)))
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start summing, without fp8."""
+        """Start reducing to ``owner`` by the other backend, without fp8."""
         return self._way.reduce(buffer, owner)
 
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
@@ -125,11 +125,11 @@ def _numbers(encoded: Tensor) -> Tensor:
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Return the exponents of blocks' scales, int32 and biased as in fp32, from their largest absolute numbers."""
+    """Return the exponents of blocks' scales, biased int32, from the blocks' largest absolute numbers."""
     exponents = ((largest.view(torch.int32) + _BEYOND_448) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
     return torch.where(largest.isfinite(), exponents.clamp(min=1), _NOT_FINITE)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """Return fp32 powers of two from biased exponents, int32; 255 and -1, which is 254 - 255, become infinite."""
+    """Return fp32 powers of two with these biased exponents; 255 and -1 become infinite."""
     return (exponents << _MANTISSA_BITS).view(torch.float32)

@@ -49,7 +49,7 @@ SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
 _HOST = torch.device("cpu")
 _LEAST = torch.iinfo(torch.int64).min
-_MESSAGE_BYTES = 64 * 2**20  # of a broadcast
+_MESSAGE_BYTES = 64 * 2**20  # in one message of a broadcast
 
 _SHORTEST_NAP = 5e-5  # seconds
 
@@ -103,7 +103,7 @@ class ShardGroup:
         self.number = next(self.context.shard_groups)
         self.progress = Progress(self.context)
         self._waiting: Worker | None = None
-        self.backend = cache(partial(type(self)._choose, proxy(self)))  # which would be a circle
+        self.backend = cache(partial(type(self)._choose, proxy(self)))  # a bound method would make a reference cycle
         self._on_stream: OnStream | None = None
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._owns_data = False  # devices' tensors have a group of their own
@@ -310,7 +310,7 @@ class ShardGroup:
             self.progress.start(BROADCAST, None, tensors, Work, spread).wait()
 
     def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
-        on_gloo = cache(self.on_gloo)  # which thousands of tensors ask
+        on_gloo = cache(self.on_gloo)  # asked for each of thousands of tensors
         carried = []
         for tensor in tensors:
             served = tensor.device if tensor.device.type in self.device_types else by_way_of
@@ -402,7 +402,7 @@ class ShardGroup:
         works, self.progress.under_way = self.progress.under_way, {}
         if not works:
             self.trim(for_good=True)
-        elif not sys.is_finalizing():  # when no thread starts any more
+        elif not sys.is_finalizing():  # when it is, no thread can be started
             worker = runtime().worker("lowlevel_zero leaving", threads or self.context.threads)
             worker.submit(partial(_finish, list(works.values()), self))
 

@@ -1,4 +1,4 @@
-"""Define the interface of backends, the collectives that backends of hosts share, and the backend of one rank."""
+"""The interface of backends, the collectives that hosts' backends share, and the backend of one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SUM: Callable[[Tensor], Tensor] = partial(torch.sum, dim=0)
 
 
 class Kind(IntEnum):
-    """A kind of collective between hosts; each kind has its order."""
+    """A kind of collective between hosts; collectives of one kind have an order of their own."""
 
     REDUCE = 1
     GATHER_SUM = 2  # the second half of an all-reduce
@@ -42,16 +42,16 @@ class Kind(IntEnum):
 
     @property
     def carries_buffers(self) -> bool:
-        """Whether it carries buckets, not a few numbers."""
+        """Return whether collectives of this kind carry buckets, not a few numbers."""
         return self < Kind.AGREEMENT
 
 
 class TransportError(RuntimeError):
-    """A rank has waited in vain for another rank's part of a collective."""
+    """Raised when another rank's part of a collective doesn't come."""
 
 
 class PeerError(TransportError):
-    """A message to another rank, or from it, has failed.
+    """Raised when a message to another rank, or from it, fails.
 
     Attributes:
         rank: the other rank's global one.
@@ -63,7 +63,7 @@ class PeerError(TransportError):
 
 
 class Backend(ABC):
-    """Carries flat buffers, ``[size, row]`` and contiguous, between the ranks of one group.
+    """Carries flat buffers, ``[size, row]``, between the ranks of one group; collectives return works.
 
     Every rank starts the same reductions in the same order, and the same gathers. What a work reads or writes must
     stay as it is until it is over.
@@ -92,15 +92,15 @@ class Backend(ABC):
         self.size = size
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
-        """Return a buffer, ``[rows, row]``, for one reduction, with undefined values; ``rows``: None is ``size``."""
+        """Return an uninitialised buffer, ``[rows, row]``, for one reduction; ``rows``: None is ``size``."""
         return torch.empty(rows or self.size, row, dtype=dtype, device=device)
 
     @abstractmethod
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start summing; the result is this rank's row of the sum, ``[row]``, and may be ``into``."""
+        """Start summing ``buffer``; the result is this rank's row of the sum, maybe in ``into``. Communicates."""
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Start summing; the result has ``buffer``'s shape, and may be ``buffer``.
+        """Start summing ``buffer``; the result has its shape, and may be ``buffer``. Communicates.
 
         Each rank sums a row, and sends it to all others. All memory is allocated now: where a sum fails on one rank,
         the others still get a row.
@@ -119,11 +119,11 @@ class Backend(ABC):
         return self.chain.after(first, lambda row: self._gather_sum(row, total)).then(whole)
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
-        """Return the memory into which an all-reduce sums this rank's row of ``total``."""
+        """Return the memory for this rank's row of an all-reduce's ``total``."""
         return total[self.rank]
 
     def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
-        """Start filling ``total`` with the rows that all ranks have summed."""
+        """Start filling ``total`` with all ranks' summed rows. Communicates."""
         return self.gather([row], [total], len(row))
 
     @abstractmethod
@@ -132,7 +132,7 @@ class Backend(ABC):
 
     @abstractmethod
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start summing; the result is the sum, 1-D, on the rank ``owner``, maybe in ``buffer``; empty on others."""
+        """Start summing ``buffer`` to the rank ``owner``; the result is 1-D, and empty on others. Communicates."""
 
     @abstractmethod
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
@@ -144,10 +144,10 @@ class Backend(ABC):
 
     @abstractmethod
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing a few numbers, in place: to the same bits on all ranks."""
+        """Start summing a few numbers in place, to the same bits on all ranks. Communicates."""
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start filling ``rows``, each ``[size, s]`` and of one dtype, with every rank's ``own``, each ``[s]``.
+        """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]``. Communicates.
 
         Several travel end to end in a buffer whose rows have ``row`` elements; one alone needs no buffer.
         """
@@ -201,7 +201,7 @@ class Trade(NamedTuple):
 
 
 class HostBackend(Backend):
-    """Carries tensors of the CPU, and small messages.
+    """Carries tensors of the CPU, and small messages; all its collectives are made of ``trade``.
 
     Attributes:
         shares_memory: all ranks are processes of one host, and read each other's buffers in shared memory.
@@ -211,24 +211,24 @@ class HostBackend(Backend):
 
     @abstractmethod
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Start sending this rank's parts to the others, and receiving theirs; all other collectives are made of it.
+        """Start sending this rank's parts to the others and receiving theirs; ``read`` makes the result. Communicates.
 
         ``read`` makes the result of the others' parts, by rank, in turn from the rank before this one on.
         """
 
     def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
-        """Start filling ``total``; gathers have another order, and may start meanwhile."""
+        """Start filling ``total`` with all ranks' summed rows, by a kind of its own. Communicates."""
         keep_own([row], [total], self.rank)
         parts = Trade(Kind.GATHER_SUM, row, None, [len(row)] * self.size, total.unbind())
         return self.trade(parts, lambda _: None)
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start summing this rank's row of all buffers, in the order of ranks."""
+        """Start summing this rank's row of all buffers, in rank order. Communicates."""
         sizes = [buffer.shape[1]] * self.size
         return self.trade(Trade(Kind.REDUCE, buffer.view(-1), sizes, sizes), self.adding(buffer[self.rank], into))
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start summing all buffers on the owner, in the order of ranks."""
+        """Start summing all buffers on the owner, in rank order. Communicates."""
         flat = buffer.view(-1)
         sizes = [len(flat) if rank == owner else 0 for rank in range(self.size)]
         if self.rank == owner:
@@ -236,7 +236,7 @@ class HostBackend(Backend):
         return self.trade(Trade(Kind.REDUCE, flat, sizes, [0] * self.size), lambda _: flat.new_empty(0))
 
     def adding(self, own: Tensor, into: Tensor | None = None) -> Callable[[dict[int, Tensor]], Tensor]:
-        """Return a function that sums ``own`` and the other ranks' parts, in the order of ranks."""
+        """Return a function that sums ``own`` and the other ranks' parts, in rank order."""
 
         def add(theirs: dict[int, Tensor]) -> Tensor:
             reuses = into is None and self.size == 2 and not self.shares_memory
@@ -251,7 +251,7 @@ class HostBackend(Backend):
         return self.broadcast_from(owner, [buffer], [buffer]).then(lambda _: buffer)
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Start copying the owner's pieces, which travel end to end."""
+        """Start copying the owner's tensors, packed end to end, into ``whole``. Communicates."""
         count, nothing = sum(map(Tensor.numel, whole)), [0] * self.size
         if self.rank == owner:
             packed = self.new_buffer(count, whole[0].dtype, whole[0].device, 1)[0]
@@ -271,7 +271,7 @@ class HostBackend(Backend):
         return self.trade(Trade(Kind.ALL_TO_ALL, buffer.view(-1), sizes, sizes, theirs.unbind()), lambda _: theirs)
 
     def exchange(self, few: Tensor, kind: Kind, combine: Callable[[Tensor], T]) -> Work[T]:
-        """Start gathering a few numbers, as many on each rank; ``combine`` makes the result of all ranks', stacked.
+        """Start gathering a few numbers of each rank; ``combine`` makes the result of them, stacked. Communicates.
 
         Presence maps alone make progress by themselves, and their ``ready`` tells when they have come. ``few`` must
         stay unchanged until then.
@@ -284,7 +284,7 @@ class HostBackend(Backend):
         return self.trade(Trade(kind, few.view(-1), None, [few.numel()] * self.size), read)
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing in the order of ranks."""
+        """Start summing a few numbers in rank order. Communicates."""
         return self.exchange(value, Kind.SUM, _SUM)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
@@ -292,7 +292,7 @@ class HostBackend(Backend):
         return self.gather([buffer[self.rank]], [buffer], buffer.shape[1]).then(lambda _: buffer)
 
     def all_gather_object(self, mine: object) -> list[Any]:
-        """Return every rank's ``mine``, pickled on the way, in rank order; in one order with agreements."""
+        """Return every rank's ``mine`` in rank order, pickled on the way. Communicates."""
         data = bytearray(pickle.dumps(mine))
         length = self.exchange(torch.tensor([len(data)], device="cpu"), Kind.AGREEMENT, MAXIMUM).wait()
         data.extend(bytes(int(length) - len(data)))
@@ -329,31 +329,31 @@ def raise_first(failed: list[RuntimeError]) -> None:
 
 
 class Alone(HostBackend):
-    """Answers for a group of one rank."""
+    """The backend of a group of one rank: every collective is local."""
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Return the result of no parts."""
+        """Return a work whose result is ``read`` of no parts."""
         return Work(lambda: read({}), tensors=(what.buffer,))
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Return the only row."""
+        """Return a work whose result is the buffer's only row."""
         return Work(lambda: buffer[0], tensors=(buffer,))
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Return ``buffer``."""
+        """Return a work whose result is ``buffer`` itself."""
         return Work(lambda: buffer, tensors=(buffer,))
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Return ``buffer``, 1-D."""
+        """Return a work whose result is ``buffer``, 1-D."""
         return Work(lambda: buffer.view(-1), tensors=(buffer,))
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Copy ``own``, unless it lies there already."""
+        """Copy ``own`` into ``whole``, unless it is the same memory."""
         if own[0].data_ptr() != whole[0].data_ptr():
             torch._foreach_copy_(list(whole), list(own))
         return Work(lambda: None)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Copy ``own``, unless it lies there already."""
+        """Copy ``own`` into the rows, unless it is the same memory."""
         keep_own(own, rows, self.rank)
         return Work(lambda: None)

@@ -1,4 +1,4 @@
-"""Hybrid sharding: inner groups each hold all slices, and only sums cross between them.
+"""Hybrid sharding: each inner group holds all slices, and only sums cross between inner groups.
 
 Ranks form a grid, ``[outer, inner]``: an inner group is near, all on one host say, and an outer one joins the ranks
 that hold the same slice. A reduction first scatters a buffer over the inner group. What is left, ``1 / inner`` of it,
@@ -42,7 +42,7 @@ class Hybrid(Backend):
         self.bucket_size = max(inner.bucket_size, outer.bucket_size)
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
-        """Return a buffer of the inner group's."""
+        """Return a new buffer of the inner group's backend."""
         return self._inner.new_buffer(row, dtype, device, rows)
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
@@ -96,7 +96,7 @@ class Hybrid(Backend):
         return self._inner.broadcast(buffer, owner)
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Start filling them within the inner group."""
+        """Start broadcasting ``own`` of the rank ``owner`` within the inner group. Communicates."""
         return self._inner.broadcast_from(owner, own, whole)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
@@ -104,11 +104,11 @@ class Hybrid(Backend):
         return self._inner.all_gather(buffer)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start filling them within the inner group."""
+        """Start gathering ``own`` into ``rows`` within the inner group. Communicates."""
         return self._inner.gather(own, rows, row)
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing over the slices, each once."""
+        """Start summing a few numbers within the inner group, so that each slice counts once. Communicates."""
         return self._inner.sum(value)
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:

@@ -1,4 +1,4 @@
-"""The native backend runs the process group's own collectives, as NCCL's."""
+"""The native backend runs the process group's own collectives, such as NCCL's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Native(Backend):
         return group
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start one collective into a fresh row."""
+        """Start a reduce-scatter into a new row; in fp32 by an all-to-all if ``sums_in_fp32``. Communicates."""
         if self._sums_in_fp32 and buffer.element_size() <= 2:
             return self.exchange_rows(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
         row = buffer.new_empty(buffer.shape[1])
@@ -57,11 +57,11 @@ class Native(Backend):
         return self._work(work, row, buffer)
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Start summing in place."""
+        """Start an all-reduce of ``buffer`` in place. Communicates."""
         return self._work(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start summing in place, or, to sum in fp32, in a copy of twice the bytes."""
+        """Start a reduce to ``owner``, in place, or in an fp32 copy if ``sums_in_fp32``. Communicates."""
         wide = self._sums_in_fp32 and buffer.element_size() <= 2
         given, dtype = buffer.float() if wide else buffer, buffer.dtype
         own = given.view(-1) if self.rank == owner else given.new_empty(0)  # not a view, which would keep the buffer
@@ -69,16 +69,16 @@ class Native(Backend):
         return self._work(work, own, given).then(lambda total: total.to(dtype))
 
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start filling ``buffer`` in place."""
+        """Start a broadcast of ``buffer`` from ``owner``, in place. Communicates."""
         first = dist.get_global_rank(self._group, owner)
         return self._work(dist.broadcast(buffer, first, group=self._group, async_op=True), buffer)
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing as ``all_reduce`` does."""
+        """Start an all-reduce of a few numbers, in place. Communicates."""
         return self.all_reduce(value)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling ``buffer`` in place."""
+        """Start an all-gather into ``buffer``, in place. Communicates."""
         work = _all_gather_single(buffer.view(-1), buffer[self.rank], group=self._group, async_op=True)
         return self._work(work, buffer)
 
@@ -89,7 +89,7 @@ class Native(Backend):
         return self._work(dist.all_to_all_single(*raw, group=self._group, async_op=True), theirs, buffer)
 
     def _work(self, work: object, result: Tensor, *others: Tensor) -> Work[Tensor]:
-        """Wrap a collective. A device is never asked how far it is: a graph's capture allows no query."""
+        """Wrap a torch work; ``ready`` asks it only if the host waits for it, never a device."""
         handle = cast(dist.Work, work)
 
         def finish() -> Tensor:

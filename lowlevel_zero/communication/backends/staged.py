@@ -1,4 +1,4 @@
-"""The staged backend carries a device's buffers through the host, as when ranks share a GPU over gloo.
+"""The staged backend carries a device's buffers through the host, for ranks that share a GPU over gloo.
 
 Copies wait for the device: it is for tests and small runs.
 """
@@ -26,27 +26,27 @@ class Staged(Backend):
         self._host = host
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start summing on the host."""
+        """Copy the buffer to the host, and start summing there; the row is copied back. Communicates."""
         device = buffer.device
         return self._host.reduce_scatter(self._staged(buffer)).then(lambda row: row.to(device))
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Start summing on the host; never in place."""
+        """Copy the buffer to the host, and start summing there; the sum is a new tensor. Communicates."""
         device = buffer.device
         return self._host.all_reduce(self._staged(buffer)).then(lambda total: total.to(device))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing on the host."""
+        """Copy a few numbers to the host, and start summing there. Communicates."""
         return self._host.sum(value.to(_HOST)).then(lambda total: total.to(value.device))
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start gathering on the host, from a copy of this rank's row."""
+        """Copy this rank's row to the host, and start gathering there; rows are copied back. Communicates."""
         staged = torch.empty(buffer.shape, dtype=buffer.dtype, device=_HOST)
         staged[self.rank].copy_(buffer[self.rank])
         return self._host.all_gather(staged).then(buffer.copy_)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start summing on the host."""
+        """Copy the buffer to the host, and start reducing to ``owner`` there. Communicates."""
         device = buffer.device
         return self._host.reduce(self._staged(buffer), owner).then(lambda total: total.to(device))
 
