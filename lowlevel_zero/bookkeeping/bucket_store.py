@@ -252,8 +252,7 @@ class BucketStore:
 
     def open_sync(self, plan: BucketPlan | None, expected: Collection[int] | None = None) -> None:
         """A sync begins, in which these are expected. Without ``plan`` ``follow`` comes."""
-        self._buckets: list[Bucket] = []
-        self._bucket_of: Sequence[int] | None = None
+        self._bucket_of: list[Bucket | None] | None = None
         self.waiting: deque[Bucket] = deque()
         self.expected = expected
         self.arrivals: dict[int, None] = {}
@@ -266,16 +265,17 @@ class BucketStore:
     def follow(self, plan: BucketPlan) -> None:
         """Make the buckets of ``plan``; each waits for its expected gradients that haven't come yet."""
         records = self._records
-        self._buckets = [self._new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan.buckets]
-        self.waiting = deque(self._buckets)
-        self._bucket_of = plan.bucket_of
+        buckets = [self._new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan.buckets]
+        self.waiting = deque(buckets)
+        self._bucket_of = [*map([*buckets, None].__getitem__, plan.bucket_of)]  # -1: it has none
         if self.expected is None and not self.arrivals:
             return
-        for bucket in self._buckets:
+        for bucket in buckets:
             bucket.missing = 0
         for index in range(len(records)) if self.expected is None else self.expected:
-            if plan.bucket_of[index] >= 0 and (index not in self.arrivals or index in self.repeats):
-                self._buckets[plan.bucket_of[index]].missing += 1
+            found = self._bucket_of[index]
+            if found is not None and (index not in self.arrivals or index in self.repeats):
+                found.missing += 1
 
     def fill(self, record: ShardedParameter) -> bool:
         """Note a record's gradient in its bucket; return whether a bucket may start now.
@@ -294,11 +294,10 @@ class BucketStore:
         self.arrivals[index] = None
         if self._bucket_of is None:
             return True
-        position = self._bucket_of[index]  # -1: it has none
-        if position < 0 or self._buckets[position].state is not BucketState.FILLING:
+        bucket = self._bucket_of[index]
+        if bucket is None or bucket.state is not BucketState.FILLING:
             record.note_waiting()
             return False
-        bucket = self._buckets[position]
         bucket.missing -= waited_for
         return bucket.missing == 0
 
@@ -332,7 +331,7 @@ class BucketStore:
 
     def close(self) -> None:
         """End the sync: its buckets have been started, or it runs later, when the ranks have agreed on its buckets."""
-        self._buckets = []
+        self._bucket_of = None
         self.waiting.clear()
         self.is_open = False
 
