@@ -19,18 +19,15 @@ what else happens then.
 # What a user sees, and the files whose messages tell of it: a file, or all of a folder.
 SYMPTOMS = {
     "The optimizer can't be constructed": (
-        "bookkeeping/checks.py",
         "bookkeeping/parameter_store.py",
-        "bookkeeping/sharding.py",
         "communication/grid.py",
         "communication/process_groups.py",
-        "construction.py",
+        "construction",
         "experts",
         "lives.py",
         "loss_scaler.py",
         "optim",
         "options.py",
-        "start_line.py",
     ),
     "Backward or step raises or warns": (
         "bookkeeping/sharded_parameter.py",

@@ -1,10 +1,10 @@
 """Per-parameter, evenly-split ZeRO stage 1 and 2 for PyTorch."""
 
 from .clipping import clip_grad_norm_, clip_grad_value_
+from .construction.start_line import set_level as _set_level
 from .deepspeed.config import options_from_deepspeed
 from .optimizer import LowLevelZeroOptimizer
 from .options import Communication, Diagnostics, LossScale
-from .start_line import set_level as _set_level
 
 __all__ = [
     "Communication",

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bookkeeping.bucket_store import StepOnDevice
-from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.step_state import TO_ZEROS, Damage, StepState
+from .bookkeeping.step_state import TO_ZEROS, Damage, StepState, refuse_compiled
 from .communication.agreement import CONSTRUCT, Call, together
 from .communication.grid import Ranks, check_hybrid
-from .construction import (
+from .construction.prepare import (
     ADD_GROUP,
     add_group,
     agreed_verbosity,
@@ -31,6 +30,7 @@ from .construction import (
     mapping_and_model,
     shard,
 )
+from .construction.start_line import log_start
 from .diagnostics.bad_numbers import BadNumbers
 from .diagnostics.guards import Guard
 from .diagnostics.settings import Settings
@@ -57,7 +57,6 @@ from .options import (
 )
 from .sharded_group import ShardedGroup
 from .sharded_optimizer import ShardedOptimizer
-from .start_line import log_start
 from .stepper import GlobalNorm, Stepper, clip_factor
 from .streams import streams_of
 

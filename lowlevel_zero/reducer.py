@@ -36,11 +36,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
 from .bookkeeping.bucket_store import BucketStore
-from .bookkeeping.checks import refuse_compiled
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_state import Damage, Phase, StepState
+from .bookkeeping.step_state import Damage, Phase, StepState, refuse_compiled
 from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
 from .communication.work import Work
 from .options import ZeroOptions

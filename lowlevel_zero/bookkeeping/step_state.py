@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum, Flag, auto
 from typing import ClassVar
 from weakref import WeakSet
@@ -127,3 +128,15 @@ class StepState:
     def gradient_scale(self) -> float | Tensor:
         """Return the factor that turns sums over the ranks into averaged, unscaled gradients."""
         return self._average if self._scaler is None else self._average / self._scaler.scale
+
+
+def refuse_compiled(what: str) -> None:
+    """Raise ``RuntimeError`` that names ``what`` under compiled autograd, which would trace the reducer's hooks."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    names = ("compiled_autograd_enabled", "compiled_autograd_enabled_count", "in_compiled_autograd_region")
+    if compiled is not None and any(map(vars(compiled).get, names)):
+        raise RuntimeError(
+            f"{what}: expected a backward that autograd runs, got one that compiled autograd compiles, with the hooks "
+            "that reduce gradients: run it outside of torch.compile, or set "
+            "torch._dynamo.config.compiled_autograd = False"
+        )

@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 from ..bookkeeping.module_names import named_tensors
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.sharding import distinct
 from ..communication.agreement import together
+from ..construction.sharding import distinct
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.global_names import GlobalNames
 from ..state.loading import (

@@ -26,9 +26,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from ..bookkeeping.checks import refuse_compiled
 from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
+from ..bookkeeping.step_state import refuse_compiled
 from . import refusals
 from .of_optimizer import OptimizerGradients
 from .operations import Args, Keywords, name_of, perform, tensors_in

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..bookkeeping.sharding import SCALARS
 from ..checkpoint.objects import Settings
 from ..checkpoint.saved import SavedCheckpoint
 from ..layout.records import Layout, ParameterLayout, parameter_layout
@@ -17,6 +16,7 @@ from ..options import Communication, ZeroOptions
 from ..partition import BY_ELEMENTS, Choice, Split, splits_of
 from ..state.global_names import Ranks
 from ..state.loading import MASTER
+from ..state.values import SCALARS
 from .memory import as_dtype
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.sharding import SCALARS
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.shard_group import ShardGroup
 from ..partition import END_TO_END
 from ..sharded_group import ShardedGroup
 
 State = dict[str, Any]
+
+# States of an optimizer that are one number a parameter, whatever the parameter's shape: never cut.
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 
 # Bytes of a message that carries many slices, which are held in addition.
 MESSAGE_BYTES = 64 * 2**20
@@ -201,3 +203,18 @@ def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
 def at_least_fp32(tensor: Tensor) -> Tensor:
     """Return ``tensor``, as fp32 if it is bf16 or fp16."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str, Any]:
+    """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is."""
+    return {key: _sliced(key, value, record) for key, value in state.items()}
+
+
+def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
+    if isinstance(value, Tensor) and record.p32.device.type == "cpu":
+        value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
+    if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
+        return value
+    own = record.shaped(record.slice_of(value))
+    # State in a 16-bit model's dtype was made for p; p32 wants its own.
+    return own.to(record.p32.dtype) if value.dtype == record.p.dtype else own

@@ -17,7 +17,6 @@ from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.module_names import parameter_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.sharding import slice_state
 from ..communication.agreement import Alike, agree, together
 from ..communication.shard_group import ShardGroup
 from ..loss_scaler import LossScaler, check_loss_scale
@@ -38,7 +37,7 @@ from .loading import (
     restore_masters,
     warn_of_lost_states,
 )
-from .values import Slice, is_slice, told_states, whole_slices
+from .values import Slice, is_slice, slice_state, told_states, whole_slices
 
 _DOING = "load a state dict"
 _STATES = Alike(

@@ -305,7 +305,7 @@ def test_all_ranks_refuse_it_and_say_what_differs_and_where() -> None:
 
 def test_parameters_on_different_devices_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "lowlevel_zero.bookkeeping.checks.check_has_values", lambda model: None
+        "lowlevel_zero.construction.checks.check_has_values", lambda model: None
     )  # meta is here for a device
 
     def live(rank: int, world_size: int) -> str:

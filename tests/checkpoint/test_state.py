@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.sharded_parameter import Position, ShardedParameter
-from lowlevel_zero.bookkeeping.sharding import SCALARS, slice_state
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.partition import EvenSplit
-from lowlevel_zero.state.values import Slice, unshard, whole_slices
+from lowlevel_zero.state.values import SCALARS, Slice, slice_state, unshard, whole_slices
 from tests.support.oracle import Run, batch, build, check_close, groups, loss_of
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 

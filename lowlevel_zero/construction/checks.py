@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.step_state import StepState
+from ..bookkeeping.storages import overlapping
 from ..communication.shard_group import ShardGroup
 from ..options import ZeroOptions
-from .parameter_store import ParameterStore
-from .step_state import StepState
-from .storages import overlapping
 
 
 def check_optimizer(optimizer: object, model: object) -> None:
@@ -185,15 +184,3 @@ def _check_steps_on_host(optimizer: Optimizer) -> None:
                 f"cpu_offload=True: expected settings on the host, got {tensors[0]} of param group {at} as a tensor on "
                 f"{group[tensors[0]].device}: pass a number or a tensor on the host"
             )
-
-
-def refuse_compiled(what: str) -> None:
-    """Raise ``RuntimeError`` that names ``what`` under compiled autograd, which would trace the reducer's hooks."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-    names = ("compiled_autograd_enabled", "compiled_autograd_enabled_count", "in_compiled_autograd_region")
-    if compiled is not None and any(map(vars(compiled).get, names)):
-        raise RuntimeError(
-            f"{what}: expected a backward that autograd runs, got one that compiled autograd compiles, with the hooks "
-            "that reduce gradients: run it outside of torch.compile, or set "
-            "torch._dynamo.config.compiled_autograd = False"
-        )

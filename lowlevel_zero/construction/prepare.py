@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .bookkeeping.checks import check_group, check_optimizer, check_parameters
-from .bookkeeping.module_names import own_names, parameter_names
-from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharding import Sharding, convert
-from .communication.agreement import CONSTRUCT, Alike, agree, agree_apart, together
-from .communication.grid import shard_group
-from .communication.shard_group import ShardGroup
-from .diagnostics.settings import described
-from .diagnostics.stall_report import seconds_of, watch
-from .experts.assignment import Assignment, assign, make_groups
-from .optim.quantised import slice_multiple
-from .optim.splits import check_and_choose
-from .options import ZeroOptions
-from .partition import Choice
+from ..bookkeeping.module_names import own_names, parameter_names
+from ..bookkeeping.parameter_store import ParameterStore
+from ..communication.agreement import CONSTRUCT, Alike, agree, agree_apart, together
+from ..communication.grid import shard_group
+from ..communication.shard_group import ShardGroup
+from ..diagnostics.settings import described
+from ..diagnostics.stall_report import seconds_of, watch
+from ..experts.assignment import Assignment, assign, make_groups
+from ..optim.quantised import slice_multiple
+from ..optim.splits import check_and_choose
+from ..options import ZeroOptions
+from ..partition import Choice
+from .checks import check_group, check_optimizer, check_parameters
+from .sharding import Sharding, convert
 
 ADD_GROUP = "add a param group"
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import Position, ShardedParameter
+from ..bookkeeping.storages import memory_of
 from ..options import ZeroOptions
 from ..partition import Choice, Split, splits_of
-from .parameter_store import ParameterStore
-from .sharded_parameter import Position, ShardedParameter
-from .storages import memory_of
+from ..state.values import slice_state
 
 _log = logging.getLogger("lowlevel_zero")
-
-# States of an optimizer that are one number a parameter, whatever the parameter's shape: never cut.
-SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class Sharding:
@@ -151,18 +149,3 @@ def distinct(tensor: Tensor) -> Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str, Any]:
-    """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is."""
-    return {key: _sliced(key, value, record) for key, value in state.items()}
-
-
-def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
-    if isinstance(value, Tensor) and record.p32.device.type == "cpu":
-        value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
-    if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
-        return value
-    own = record.shaped(record.slice_of(value))
-    # State in a 16-bit model's dtype was made for p; p32 wants its own.
-    return own.to(record.p32.dtype) if value.dtype == record.p.dtype else own

@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .bookkeeping.parameter_store import ParameterStore
-from .communication.process_groups import backends_by_device
-from .layout.held import Sharded
-from .layout.records import bytes_of
-from .layout.text import counted, in_bytes, shares_text
-from .partition import owned_by_rank
+from ..bookkeeping.parameter_store import ParameterStore
+from ..communication.process_groups import backends_by_device
+from ..layout.held import Sharded
+from ..layout.records import bytes_of
+from ..layout.text import counted, in_bytes, shares_text
+from ..partition import owned_by_rank
 
 VARIABLE = "LOWLEVEL_ZERO_LOG"
 _LEVELS = ("debug", "info", "warning", "error", "critical")
