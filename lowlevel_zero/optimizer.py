@@ -202,7 +202,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """Create the loss scaler, if a parameter is fp16, and the state of the step."""
         half = any(record.p.dtype == torch.float16 for record in self.sharded_parameters)
         self.scaler = LossScaler(self.options.loss_scale, self.device) if half else None
-        self.step_state = StepState(self.options.communication.unit(self.shard_group.ranks), self.scaler)
+        self.step_state = StepState(self.options.communication.factor_of_sums(self.shard_group.ranks), self.scaler)
 
     def _make_groups(self) -> None:
         """Create the parts that reduce, keep and gather gradients, for each shard group."""
@@ -401,9 +401,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 each.gradients.multiply([record for record in each.records if record.worked], factor)
         return norm.value
 
-    def _measure(self, norm: GlobalNorm, unit: float | Tensor) -> None:
-        """Start computing the norm of all gradients, times ``unit``. Communicates."""
-        norm.measure([bucket.measured for each in self.sharded_groups for bucket in each.gradients.sums()], unit)
+    def _measure(self, norm: GlobalNorm, scale: float | Tensor) -> None:
+        """Start computing the norm of all gradients, times ``scale``. Communicates."""
+        norm.measure([bucket.measured for each in self.sharded_groups for bucket in each.gradients.sums()], scale)
 
     def _new_norm(self) -> GlobalNorm:
         """Return a ``GlobalNorm`` over all ranks, in fp64 if experts may be fp64, else in fp32."""
@@ -463,13 +463,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
         return call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
 
-    def _take_step(self, norm: GlobalNorm, unit: float | Tensor) -> None:
+    def _take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
         """Measure, clip and unscale the gradients, and step and gather, unless an overflow skips the step."""
-        self._measure(norm, unit)
+        self._measure(norm, scale)
         if self._tells_norm:
             self._judge(norm)
         if self.options.clip_grad_norm > 0:
-            unit = unit * clip_factor(norm.value, self.options.clip_grad_norm)
+            scale = scale * clip_factor(norm.value, self.options.clip_grad_norm)
         nothing = norm.is_empty and len(self.sharded_parameters.shard_groups) == 1
         flag = None
         if self.scaler is not None and not nothing:
@@ -481,7 +481,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                     return
                 flag = None
         on_host = self.options.cpu_offload  # which waits for gradients anyway
-        self._stepper.step(float(unit) if on_host else unit, flag)
+        self._stepper.step(float(scale) if on_host else scale, flag)
 
     def _catch_up(self, norm: GlobalNorm, last: GlobalNorm | None) -> None:
         """After an error in a step, take part in what other ranks wait for; ``last``: the norm of the step before."""

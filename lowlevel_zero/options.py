@@ -204,7 +204,7 @@ class Communication:
         """Return whether a parameter travels in fp8, which one that a rank owns whole never does."""
         return self.fp8 and split.owner is None and split.numel >= FP8_MIN_NUMEL and split.world_size > 1
 
-    def unit(self, world_size: int) -> float:
+    def factor_of_sums(self, world_size: int) -> float:
         """Return the factor that turns a sum of divided gradients into their mean or sum over the ranks."""
         return self.gradient_predivide_factor / (world_size if self.reduction == "mean" else 1)
 

@@ -55,9 +55,9 @@ class ShardedGroup:
         self.records: Sequence[ShardedParameter] = parameters.by_shard_group[number]
         new_bucket, travel = stepping.bucket_type(), options.communication
         under_way = group.backend(self.records[0].padded.device).in_flight
-        how = Reduction(group, options.stage == 2, travel.gradient_predivide_factor, streams, packed, under_way)
+        reduction = Reduction(group, options.stage == 2, travel.gradient_predivide_factor, streams, packed, under_way)
         self.gradients = GradientStore(self.records, new_bucket, state, streams)
-        buckets = BucketStore(self.records, how, new_bucket, state)
+        buckets = BucketStore(self.records, reduction, new_bucket, state)
         self.reducer = Reducer(parameters, options, self.gradients, buckets, number, state)
         wide = travel.pad_buckets_for_high_nccl_busbw
         self.gathers = GatherStore(group, streams, stepping, state, travel.overlap_gathers, wide)

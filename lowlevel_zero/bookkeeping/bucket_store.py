@@ -94,33 +94,33 @@ class Bucket:
 
     # ---- its reduction ----
 
-    def start_reduce(self, how: Reduction, arrivals: Collection[int]) -> bool:
+    def start_reduce(self, reduction: Reduction, arrivals: Collection[int]) -> bool:
         """Pack the gradients, of which these came in this sync, and start summing them; whether all were there."""
         gradients = take_gradients(self.records, arrivals)
-        if how.streams.several:
-            how.streams.keep_gradients(gradients)
+        if reduction.streams.several:
+            reduction.streams.keep_gradients(gradients)
         first, lead = gradients[0], self.records[0]
         # Only to be read: two gradients may share memory (``a.view(-1) + b.view(-1)``), which would be written twice.
         # (One rank alone gets the buffer itself back as the sum, to be written to.)
-        may = self.planned.in_place and how.group.size > 1 and how.divisor == 1.0
-        if not how.keeps_row_only or lead.split.owner is not None:
-            may = may and how.group.backend(lead.padded.device, self.planned.fp8).all_reduce_only_reads
+        may = self.planned.in_place and reduction.group.size > 1 and reduction.divisor == 1.0
+        if not reduction.keeps_row_only or lead.split.owner is not None:
+            may = may and reduction.group.backend(lead.padded.device, self.planned.fp8).all_reduce_only_reads
         if may and first is not None and first.dtype == lead.communication_dtype:
             buffer = first.detach().view(lead.split.rows, self.planned.row)
         else:
-            buffer = self._packed(gradients, how)
-        how.packed(self.records, buffer)
+            buffer = self._packed(gradients, reduction)
+        reduction.packed(self.records, buffer)
         about = About(self.records, self.planned.position)
-        start = partial(lead.split.reduce, how.group) if how.keeps_row_only else how.group.all_reduce
+        start = partial(lead.split.reduce, reduction.group) if reduction.keeps_row_only else reduction.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
         self.state = BucketState.REDUCING
         return all(map(partial(is_not, None), gradients))
 
-    def _packed(self, gradients: list[Tensor | None], how: Reduction) -> Tensor:
+    def _packed(self, gradients: list[Tensor | None], reduction: Reduction) -> Tensor:
         """Return a new buffer with the gradients, and zeros in place of missing ones."""
         lead, planned = self.records[0], self.planned
         where = lead.communication_dtype, lead.padded.device
-        buffer = how.group.new_buffer(planned.row, *where, planned.fp8, lead.split.rows)
+        buffer = reduction.group.new_buffer(planned.row, *where, planned.fp8, lead.split.rows)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
         flats = [
             zero.expand(record.split.numel) if gradient is None else gradient
@@ -131,7 +131,7 @@ class Bucket:
             flats = [F.pad(flat, (0, short)) if short else flat for flat, short in zip(flats, shorts, strict=True)]
         if planned.row > planned.body:
             flats.append(zero.new_zeros(len(buffer) * (planned.row - planned.body)))
-        pack(buffer, flats, how.divisor)
+        pack(buffer, flats, reduction.divisor)
         return buffer
 
     def finish_reduce(self, streams: Streams) -> Tensor:
@@ -219,7 +219,7 @@ class BucketStore:
 
     Args:
         records: the parameters, by index.
-        how: how buckets are reduced.
+        reduction: how buckets are reduced.
         new_bucket: makes one, which keeps its shard where steps are taken.
         state: of the optimizer's step, which learns of lost gradients.
 
@@ -236,13 +236,13 @@ class BucketStore:
     """
 
     def __init__(
-        self, records: Sequence[ShardedParameter], how: Reduction, new_bucket: NewBucket, state: StepState
+        self, records: Sequence[ShardedParameter], reduction: Reduction, new_bucket: NewBucket, state: StepState
     ) -> None:
         self._records = records
-        self._how = how
+        self._reduction = reduction
         self._state = state
         self._new_bucket = new_bucket
-        self.streams = how.streams
+        self.streams = reduction.streams
         self.in_flight: deque[Bucket] = deque()
         self.repeats: set[int] = set()
         self.open_sync(None)
@@ -320,14 +320,14 @@ class BucketStore:
         """Return zeros in place of the sum of a bucket whose reduction failed on this rank alone."""
         lead = bucket.records[0]
         rows = lead.padded.new_zeros(lead.split.rows, bucket.planned.body, dtype=lead.communication_dtype)
-        return bucket.own_row(rows) if self._how.keeps_row_only or self._how.group.size == 1 else rows
+        return bucket.own_row(rows) if self._reduction.keeps_row_only or self._reduction.group.size == 1 else rows
 
     @torch.no_grad()  # gradients may have come with a graph of their own
     def _start(self, bucket: Bucket) -> None:
         with self.streams.home(join=False):
             if self.streams.several:
-                self.streams.limit(self._how.under_way)
-            self.lacked |= not bucket.start_reduce(self._how, self.arrivals)
+                self.streams.limit(self._reduction.under_way)
+            self.lacked |= not bucket.start_reduce(self._reduction, self.arrivals)
 
     def close(self) -> None:
         """End the sync: its buckets have been started, or it runs later, when the ranks have agreed on its buckets."""

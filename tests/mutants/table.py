@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "gradients aren't divided before they are summed",
         BUCKETS,
-        "pack(buffer, flats, how.divisor)",
+        "pack(buffer, flats, reduction.divisor)",
         "pack(buffer, flats)",
         "tests/numbers/test_reduction.py",
     ),
@@ -110,15 +110,15 @@ MUTANTS = [
     Mutant(
         "a bucket is reduced in place though gradients are to be divided",
         BUCKETS,
-        " and how.group.size > 1 and how.divisor == 1.0",
-        " and how.group.size > 1",
+        " and reduction.group.size > 1 and reduction.divisor == 1.0",
+        " and reduction.group.size > 1",
         "tests/numbers/test_reduction.py",
     ),
     Mutant(
         "a rank starts buckets in another order",
         BUCKETS,
-        "self.waiting = deque(self._buckets)\n",
-        "self.waiting = deque(self._buckets[:: 1 if self._how.group.group_rank == 0 else -1])\n",
+        "self.waiting = deque(buckets)\n",
+        "self.waiting = deque(buckets[:: 1 if self._reduction.group.group_rank == 0 else -1])\n",
         NUMBERS,
     ),
     Mutant(
