@@ -13,10 +13,11 @@ from .output import RESULTS
 from .report import ratio
 
 FP32, BF16, FOUR = "step-25m-fp32-1x-2r", "step-25m-bf16-1x-2r", "step-25m-fp32-1x-4r"
+ACCUMULATED, LARGE = "step-25m-fp32-4x-2r", "step-85m-fp32-1x-4r"
 LINK, SLOW_LINK = "hosts-1gbit", "hosts-100mbit"
 TWO_BY_TWO = {link: f"{link}-2x2" for link in (LINK, SLOW_LINK)}
-SHARDING = ("zro", "fairscale", "fsdp2", "fsdp2-reshard", "deepspeed-1", "deepspeed-2", "colossalai-1", "colossalai-2")
-SHARDING_STATES = ("zro", "deepspeed-1", "colossalai-1")  # and no gradients
+PEAKS = ("peak", "peak-bf16")
+MOMENTS = ("held after backward", "held after step")
 
 
 class Bar(NamedTuple):
@@ -36,8 +37,8 @@ class Bar(NamedTuple):
 
 
 BARS = (
-    Bar(FP32, "ours-{}", "ddp", (1.05, 0.97)),
-    Bar(BF16, "ours-{}", "ddp-masters", (0.95, 0.92)),
+    Bar(FP32, "ours-{}", "ddp", (0.92, 0.88)),
+    Bar(BF16, "ours-{}", "ddp-masters", (0.85, 0.75)),
     Bar(FP32, "ours-{}", "zro", (0.85, 0.80)),
     Bar(FP32, "ours-{}", "fairscale", (0.87, 0.80)),
     Bar(FP32, "ours-{}", "fsdp2", (0.65, 0.60)),
@@ -47,6 +48,9 @@ BARS = (
     Bar(FP32, "ours-{}", "colossalai-{}", (0.60, 0.50)),
     Bar(BF16, "ours-{}", "colossalai-{}", (None, 0.80)),
     Bar(FOUR, "ours-{}", "ddp", (1.00, 0.85)),
+    Bar(LARGE, "ours-{}", "ddp", (1.00, 0.85)),
+    Bar(ACCUMULATED, "ours-{}", "ddp", (0.97, 0.93)),
+    Bar(ACCUMULATED, "ours-{}-each", "ddp", (None, 0.97)),
     Bar(FP32, "ours-{}-drop", "ours-{}", (0.75, 0.75)),
     Bar(LINK, "ours-{}", "ddp", (None, 1.00)),
     Bar(LINK, "ours-{}-overlap", "ddp", (None, 0.85)),
@@ -77,14 +81,17 @@ def verdicts(folder: Path) -> list[Verdict]:
     found = [verdict for stage in (1, 2) for bar in BARS for verdict in _time(folder, bar, stage)]
     found += [verdict for stage in (1, 2) for verdict in _dropped_bytes(folder, stage)]
     found += [verdict for part in (FP32, BF16) for stage in (1, 2) for verdict in _held(folder, part, stage)]
-    return [*found, *_over_links(folder), *_peak(folder), *_overhead(folder), *_checkpoints(folder)]
+    told = (_over_links, _peak, _construction, _overhead, _checkpoints)
+    return [*found, *(verdict for about in told for verdict in about(folder))]
 
 
-def report(folder: Path) -> str:
-    """A line a bar, and how many hold."""
+def report(folder: Path, missed: bool = False) -> str:
+    """A line a bar, or a line a bar that is ``missed``, and how many hold."""
     judged = verdicts(folder)
     lines = [f"{'':64}{'measured':>9}{'bar':>7}         min-max"]
     for verdict in judged:
+        if missed and (verdict.holds or verdict.measured is None):
+            continue
         told = "-" if verdict.measured is None else f"{verdict.measured:.2f}"
         end = ("holds " if verdict.holds else "MISSES") if verdict.measured is not None else "not measured"
         name = f"{verdict.part}: {verdict.what}"
@@ -142,7 +149,7 @@ def _held(folder: Path, part: str, stage: int) -> Iterator[Verdict]:
     """Bytes held to what sharding must hold, with bucket buffers told apart."""
     content = _read(folder, part)
     row = content.get("contestants", {}).get(f"ours-{stage}")
-    for moment in ("held after backward", "held after step"):
+    for moment in MOMENTS:
         measured = None
         if row:
             must = _must_hold(content["run"], stage, moment) * row["elements"]
@@ -150,12 +157,12 @@ def _held(folder: Path, part: str, stage: int) -> Iterator[Verdict]:
         yield Verdict(part, f"ours-{stage}, {moment} / the least", measured, 1.02)
 
 
-def _must_hold(run: dict[str, Any], stage: int, moment: str) -> float:
+def _must_hold(run: dict[str, Any], stage: int, moment: str, offload: bool = False) -> float:
     """Bytes of an element: parameter, gradient or its slice, master if it isn't the parameter itself, states."""
     width = 4 if run["dtype"] == "fp32" else 2
     share = 1 / run["ranks"]
     gradient = width * (1 if stage == 1 else share) if moment == "held after backward" else 0
-    return width + gradient + (8 if run["dtype"] == "fp32" else 12) * share
+    return width + gradient + (8 if run["dtype"] == "fp32" and not offload else 12) * share
 
 
 def _over_links(folder: Path) -> Iterator[Verdict]:
@@ -172,14 +179,30 @@ def _over_links(folder: Path) -> Iterator[Verdict]:
 
 
 def _peak(folder: Path) -> Iterator[Verdict]:
-    """What a rank takes since its start, to the least of any peer's that shards as much: states, or gradients too."""
-    rows = _rows(folder, "peak")
-    since = {name: row["peak rss"] - row["before"] for name, row in rows.items()}
-    for stage, peers, kind in ((1, SHARDING_STATES, "ZeRO-1"), (2, SHARDING, "sharding")):
-        others = [since[name] for name in peers if name in since]
-        known = bool(others) and f"ours-{stage}" in since
-        measured = since[f"ours-{stage}"] / min(others) if known else None
-        yield Verdict("peak", f"ours-{stage} / the least of any {kind} peer's", measured, 1.0)
+    """The peak of a step to the least that a rank can take, in which two bucket buffers count."""
+    for part in PEAKS:
+        content = _read(folder, part)
+        rows = content.get("contestants", {})
+        for name in ("ours-1", "ours-2", "ours-1-offload", "ours-2-offload"):
+            row = rows.get(name)
+            measured = row["step"] / (least_peak(content, name) + 2 * row["buffer"]) if row else None
+            yield Verdict(part, f"{name}, peak of a step / the least and two buckets", measured, 1.05)
+
+
+def least_peak(content: dict[str, Any], name: str) -> float:
+    """Bytes at the peak of a step, at least: in forward, or in backward with the gradients that the stage keeps."""
+    run, floor = content["run"], content["contestants"]["floor"]
+    stage, offload = int(name.split("-")[1]), name.endswith("offload")
+    held = [_must_hold(run, stage, moment, offload) * run["elements"] for moment in MOMENTS]
+    return max(held[0] + floor["step"] - floor["after_backward"], held[1] + floor["forward"])
+
+
+def _construction(folder: Path) -> Iterator[Verdict]:
+    """Microseconds of computing a parameter, of models that have more parameters than elements in each."""
+    for row in _read(folder, "construction").get("rows", []):
+        if row["name"] == "ours" and row["parameters"] > 1000:
+            what = f"us a parameter, {row['parameters']:,} on {row['ranks']:,} ranks"
+            yield Verdict("construction", what, 1e6 * row["cpu"] / row["parameters"], 50.0)
 
 
 def _overhead(folder: Path) -> Iterator[Verdict]:

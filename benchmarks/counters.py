@@ -76,7 +76,7 @@ def forget_peak() -> None:
 
 
 def resident(line: str) -> float:
-    """Return the bytes of memory that this process holds ("VmRSS"), or has held at most ("VmHWM")."""
+    """Return bytes of this process's memory: held ("VmRSS"), shared of it ("RssShmem"), held at most ("VmHWM")."""
     return float(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) * 1024
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_PEAKS = "fsdp2 deepspeed-1 deepspeed-2 ours-1 ours-2 ours-1-offload ours-2-offload floor"
 _SOME = "zro fsdp2 deepspeed-1 deepspeed-2 colossalai-1 colossalai-2 ours-1 ours-2 floor"
 
 
@@ -58,10 +59,8 @@ WHOLE = (
     Whole("25m", "fp32", 1, 2, "--rounds 9 --steps 4"),
     Whole("25m", "bf16", 1, 2, "--rounds 7 --steps 3"),
     Whole("25m", "fp32", 4, 2, "--rounds 5 --steps 2 --warm-up 3", _SOME),
-    Whole("25m", "bf16", 4, 2, "--rounds 5 --steps 2 --warm-up 3", _SOME),
     Whole("25m", "fp32", 1, 4, "--rounds 7 --steps 3", _SOME),
-    Whole("85m", "fp32", 1, 2, "--rounds 3 --steps 3 --warm-up 2", _SOME),
-    Whole("85m", "bf16", 1, 2, "--rounds 3 --steps 3 --warm-up 2", _SOME),
+    Whole("85m", "fp32", 1, 4, "--rounds 3 --steps 2 --warm-up 2", "ours-1 ours-2 floor"),
 )
 
 
@@ -78,7 +77,8 @@ LINKS = {
 
 PARTS = (
     *(whole.part() for whole in WHOLE),
-    Part("peak", "peak", "--size 25m --dtype fp32", "--size tiny"),
+    Part("peak", "peak", f"--dtype fp32 --contestants {_PEAKS}", "--size tiny"),
+    Part("peak-bf16", "peak", f"--dtype bf16 --contestants {_PEAKS}", "--size tiny"),
     Part("overhead", "overhead", "", "--parameters 50 --rounds 1 --world-sizes 1 8 64"),
     Part("overhead-4096-elements", "overhead", "--elements 4096 --rounds 7", "--parameters 50 --rounds 1"),
     Part("scale", "scale", "", "--size tiny --world-sizes 8 64"),

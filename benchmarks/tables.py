@@ -68,13 +68,10 @@ def _over_links(row: dict[str, Any]) -> list[str]:
 
 
 def peaks(content: dict[str, Any]) -> Table:
-    """The most memory that a rank has taken."""
-    rows = content["contestants"].values()
-    cells = [
-        [row["title"], f"{row['peak rss'] / 2**20:.0f}", f"{(row['peak rss'] - row['before']) / 2**20:.0f}"]
-        for row in rows
-    ]
-    return Table(["", "peak RSS of a rank, MiB", "of which since its start"], cells)
+    """The most memory that a rank has taken, in a step and before the first."""
+    names = ("step", "start", "after_backward", "after_step")
+    cells = [[row["title"], *(f"{row[name] / 2**20:.0f}" for name in names)] for row in content["contestants"].values()]
+    return Table(["MiB of a rank", "peak of a step", "peak before", "held after backward", "held after step"], cells)
 
 
 def overheads(content: dict[str, Any]) -> Table:

@@ -112,6 +112,9 @@ def _everybody() -> Iterator[Contestant]:
             make = partial(Ours, stage=stage, messages=messages, older=True)
             title = f"ours, stage {stage}, older tree{', by messages' if messages else ''}"
             yield Contestant(f"older-{stage}{way}", title, make, asked_for=True)
+    for stage in _STAGES:
+        make = partial(Ours, stage=stage, cpu_offload=True)
+        yield Contestant(f"ours-{stage}-offload", f"ours, stage {stage}, offload", make, asked_for=True)
     yield from _over_links()
     yield Contestant("floor", "no communication, a rank's share of the step", Floor, alike=False)
 

@@ -134,7 +134,25 @@ def test_scale_holds_less_the_more_ranks_there_are(tmp_path: Path) -> None:
         assert rows[name, 64]["collectives"] > 0
 
 
-def test_construction_is_measured_on_real_and_on_simulated_ranks(tmp_path: Path) -> None:
+def test_the_peak_of_a_step_stands_beside_the_least(tmp_path: Path) -> None:
+    peak.main(["--size=tiny", "--contestants", "ours-2", "floor", f"--out={tmp_path / 'peak.json'}"])
+    content = json.loads((tmp_path / "peak.json").read_text())
+    ours, floor = (content["contestants"][name] for name in ("ours-2", "floor"))
+    assert ours["step"] > 0 < ours["buffer"]
+    least = bars.least_peak(content, "ours-2")
+    assert least == max(
+        10 * content["run"]["elements"] + floor["step"] - floor["after_backward"],
+        8 * content["run"]["elements"] + floor["forward"],
+    )
+    assert bars.least_peak(content, "ours-1-offload") > least
+    (verdict, *_) = (each for each in bars.verdicts(tmp_path) if each.what.startswith("ours-2, peak"))
+    assert verdict.measured == ours["step"] / (least + 2 * ours["buffer"])
+
+
+def test_construction_is_measured_on_real_and_on_simulated_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(construction.CONTESTANTS, "deepspeed", raising=False)  # its import takes seconds
     out = tmp_path / "construction.json"
     construction.main(["--models", "20x10", "--rounds=1", "--simulated", "8", f"--out={out}"])
     rows = json.loads(out.read_text())["rows"]
@@ -216,7 +234,7 @@ def test_bars_are_judged_and_shown(tmp_path: Path) -> None:
     judged = {(verdict.part, verdict.what): verdict for verdict in bars.verdicts(tmp_path)}
     verdict = judged[bars.FP32, "ours-2 / ddp"]
     assert verdict.measured == content["contestants"]["ours-2"]["ratios"]["whole"]["median"]
-    assert verdict.holds == (verdict.measured <= 0.97)
+    assert verdict.holds == (verdict.measured <= 0.88)
     assert judged[bars.FP32, "ours-2-drop / ours-2"].measured is not None
     assert judged[bars.FP32, "ours-2 / deepspeed-2"].measured is None
     assert judged[bars.FP32, "ours-1, held after step / the least"].measured == pytest.approx(1, abs=0.02)
