@@ -85,13 +85,11 @@ def verdicts(folder: Path) -> list[Verdict]:
     return [*found, *(verdict for about in told for verdict in about(folder))]
 
 
-def report(folder: Path, missed: bool = False) -> str:
-    """A line a bar, or a line a bar that is ``missed``, and how many hold."""
+def report(folder: Path) -> str:
+    """A line a bar, and how many hold."""
     judged = verdicts(folder)
     lines = [f"{'':64}{'measured':>9}{'bar':>7}         min-max"]
     for verdict in judged:
-        if missed and (verdict.holds or verdict.measured is None):
-            continue
         told = "-" if verdict.measured is None else f"{verdict.measured:.2f}"
         end = ("holds " if verdict.holds else "MISSES") if verdict.measured is not None else "not measured"
         name = f"{verdict.part}: {verdict.what}"

@@ -1,7 +1,7 @@
 """Put the newest results into README.md and docs/benchmarks.md, between markers: ``python -m benchmarks.readme``.
 
 A marker is a line ``<!-- bench: NAME -->``, and its block ends with ``<!-- /bench -->``; NAME is that of a part of
-``make bench``, or ``bars``: those that are missed, or ``peers``: what a reader asks first, of one part.
+``make bench``, or ``bars``: how many hold, or ``peers``: what a reader asks first, of one part.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _told(content: dict[str, Any]) -> str:
 
 
 def _bars(folder: Path) -> str:
-    return f"```text\n{bars.report(folder, missed=True)}\n```"
+    return f"{bars.report(folder).splitlines()[-1]}."
 
 
 if __name__ == "__main__":

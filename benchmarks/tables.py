@@ -102,19 +102,21 @@ def scales(content: dict[str, Any]) -> Table:
 
 
 def constructions(content: dict[str, Any]) -> Table:
-    """Microseconds a parameter, and memory, by model and ranks."""
+    """Microseconds of computing a parameter by contestant, and how much memory each takes at most."""
+    names = list(dict.fromkeys(row["name"] for row in content["rows"]))
+    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in content["rows"]:
+        case = f"{row['parameters']:,} x {row['elements']:,}", f"{row['ranks']:,}"
+        cases.setdefault(case, {})[row["name"]] = row
     cells = [
         [
-            row["name"],
-            f"{row['parameters']:,} x {row['elements']:,}",
-            f"{row['ranks']:,}",
-            *(f"{1e6 * row[kind] / row['parameters']:,.0f}" for kind in ("cpu", "wall")),
-            f"{row['memory'] / 1e6:,.0f}",
+            *case,
+            *(f"{1e6 * rows[name]['cpu'] / rows[name]['parameters']:,.0f}" if name in rows else "-" for name in names),
+            ", ".join(f"{rows[name]['memory'] / 1e6:,.0f}" for name in names if name in rows),
         ]
-        for row in content["rows"]
+        for case, rows in cases.items()
     ]
-    titles = ["", "parameters x elements", "ranks", "computing, us a parameter", "us a parameter", "peak beyond, MB"]
-    return Table(titles, cells)
+    return Table(["parameters x elements", "ranks", *names, "MB beyond the model at most, each"], cells)
 
 
 def collectives(content: dict[str, Any]) -> Table:

@@ -24,6 +24,10 @@ from .peer import Peer, Setting, account, adamw
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import deepspeed
+    import deepspeed.comm.torch
+
+# Its all-reduce through shared memory is for inference alone, and would be compiled at the first use.
+deepspeed.comm.torch.build_shm_op = lambda: None
 
 # Elements. Of 5e6, 25e6 and its default of 5e8, which is one bucket for the whole model, the first was the fastest on a
 # CPU. On CUDA the default.
