@@ -13,19 +13,22 @@ Learning", 2022; scales that are exponents: the OCP's Microscaling Formats, 2023
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .backends.backend import Backend
-from .flat_buffers import sum_rows_in_fp32
+from .backends.backend import Backend, HostBackend
+from .backends.native import Native
+from .flat_buffers import lay_end_to_end, sum_rows_in_fp32, unpack
 from .work import Chain, Work
 
 BLOCK = 256
 
 _E4M3 = torch.float8_e4m3fn
-_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(_E4M3).float()  # by byte
 _LARGEST_EXPONENT = 8  # of e4m3: 448 is 1.75 * 2**8
+_TO_FP16 = 8  # the difference between the biases of e4m3's exponents and of fp16's, 7 and 15
 _NOT_FINITE = 255
 _MANTISSA_BITS = 23  # of fp32
 _BEYOND_448 = 2**23 - 1 - 6 * 2**20  # carries an fp32 mantissa of more than 1.75 into the exponent
@@ -40,17 +43,24 @@ def encode(rows: Tensor, into: Tensor) -> None:
     """Encode ``rows``, ``[k, n]``, into ``into``, ``[k, encoded_size(n)]`` bytes."""
     numel = rows.shape[1]
     blocks = _in_blocks(rows)
-    exponents = _exponents(blocks.abs().amax(-1).float())
-    scaled = blocks.to(torch.float32, copy=True).mul_(_power_of_two(254 - exponents)[..., None])
+    exponents = _exponents(torch.maximum(blocks.amax(-1), -blocks.amin(-1)).float())
+    scaled = blocks.float() * _power_of_two(254 - exponents)[..., None]
     into[:, :numel].view(_E4M3).copy_(scaled.flatten(1)[:, :numel])
     into[:, numel:] = exponents
 
 
 def decode(encoded: Tensor, numel: int) -> Tensor:
     """Return the ``[k, numel]`` numbers, fp32, of ``[k, encoded_size(numel)]`` bytes."""
-    blocks = _in_blocks(_numbers(encoded[:, :numel]))
-    blocks.mul_(_power_of_two(encoded[:, numel:].to(torch.int32))[..., None])
-    return blocks.flatten(1)[:, :numel]
+    numbers, exponents = encoded[:, :numel], encoded[:, numel:].to(torch.int32)
+    if encoded.is_cpu and not (exponents + _TO_FP16 >= _NOT_FINITE).any():  # conversion takes five times as long
+        bits = numbers.view(torch.int8).to(torch.int16)  # repeats the sign
+        bits <<= 7
+        bits &= ~(1 << 14)
+        halves, exponents = bits.view(torch.float16), exponents + _TO_FP16
+        blocks = _in_blocks(halves.float())
+    else:
+        blocks = _in_blocks(numbers.view(_E4M3).float())
+    return blocks.mul_(_power_of_two(exponents)[..., None]).flatten(1)[:, :numel]
 
 
 def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
@@ -72,56 +82,47 @@ class Fp8(Backend):
         chain: starts the second half of an all-reduce.
     """
 
-    def __init__(self, way: Backend, chain: Chain) -> None:
+    def __init__(self, way: Native | HostBackend, chain: Chain) -> None:
         super().__init__(way.rank, way.size)
         self._way = way
         self.chain = chain
         self.in_flight = way.in_flight
 
-    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start sending rows, which lose bits; the result is fp32."""
-        row = buffer.shape[1]
-        encoded = self._way.new_buffer(encoded_size(row), torch.uint8, buffer.device)
-        encode(buffer, encoded)
-        return self._way.exchange_rows(encoded).then(lambda theirs: decode(theirs, row))
-
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Start summing every rank's version of this rank's row, its own rounded like theirs."""
-        dtype = buffer.dtype
-        return self.exchange_rows(buffer).then(lambda rows: sum_rows_in_fp32(rows, dtype))
+        row, dtype = buffer.shape[1], buffer.dtype
+        encoded = self._way.new_buffer(encoded_size(row), torch.uint8, buffer.device)
+        encode(buffer, encoded)
+        return self._way.exchange_rows(encoded).then(lambda theirs: sum_rows_in_fp32(decode(theirs, row), dtype))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Start summing a few numbers by the other backend, without fp8."""
         return self._way.sum(value)
 
-    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling ``buffer`` in place, this rank's row too, so that all ranks end with the same numbers."""
-        row = buffer.shape[1]
-        encoded = buffer.new_empty(self.size, encoded_size(row), dtype=torch.uint8)
-        encode(buffer[self.rank, None], encoded[self.rank, None])
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
+        """Start filling ``rows``, of this rank too, so that all ranks end with the same numbers."""
+        packed = rows[0].new_empty(1, row)
+        numel = sum(map(Tensor.numel, own))
+        lay_end_to_end(packed[0, :numel], own)
+        packed[0, numel:].zero_()  # the end of a block
+        encoded = rows[0].new_empty(self.size, encoded_size(row), dtype=torch.uint8)
+        encode(packed, encoded[self.rank, None])
         gathered = self._way.gather([encoded[self.rank]], [encoded], encoded.shape[1])
-        return gathered.then(lambda _: buffer.copy_(decode(encoded, row)))
+        return gathered.then(lambda _: unpack(decode(encoded, row).to(rows[0].dtype), rows))
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start reducing to ``owner`` by the other backend, without fp8."""
         return self._way.reduce(buffer, owner)
 
-    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start filling ``buffer``, without fp8."""
-        return self._way.broadcast(buffer, owner)
+    def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
+        """Start filling ``whole``, without fp8."""
+        return self._way.broadcast_from(owner, own, whole)
 
 
 def _in_blocks(rows: Tensor) -> Tensor:
     """Return ``[k, n]`` as ``[k, blocks, BLOCK]``, with zeros at the end of the last block."""
     short = -rows.shape[1] % BLOCK
     return (F.pad(rows, (0, short)) if short else rows).reshape(len(rows), -1, BLOCK)
-
-
-def _numbers(encoded: Tensor) -> Tensor:
-    """Return the fp32 numbers, without their scales, of ``[k, n]`` bytes, as a new tensor."""
-    if encoded.device.type != "cpu":
-        return encoded.view(_E4M3).float()
-    return _VALUES.index_select(0, encoded.int().flatten()).view(encoded.shape)  # conversion takes 8 times as long
 
 
 def _exponents(largest: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class ShardGroup:
         self._on_stream: OnStream | None = None
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._owns_data = False  # devices' tensors have a group of their own
-        self._native: Backend = Alone(self.rank, 1) if self.size == 1 else Native(group)
+        self._native: HostBackend | Native = Alone(self.rank, 1) if self.size == 1 else Native(group)
         self._host_backend: HostBackend | None = None if self.has_others else Alone(self.rank, 1)
 
     @property

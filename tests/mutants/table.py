@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         "fp8: a rank's own row isn't rounded as the others have it",
         FP8,
-        "lambda _: buffer.copy_(decode(encoded, row))",
-        "lambda _: buffer",
+        "lambda _: unpack(decode(encoded, row).to(rows[0].dtype), rows))",
+        "lambda _: (unpack(decode(encoded, row).to(rows[0].dtype), rows), rows[0][self.rank].copy_(own[0]))[0])",
         "tests/communication/test_compression.py",
     ),
     # how gradients are scaled

@@ -127,44 +127,55 @@ class Backend(ABC):
         return self.gather([row], [total], len(row))
 
     @abstractmethod
-    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling ``buffer``, of which every rank gives its own row; in place."""
-
-    @abstractmethod
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start summing ``buffer`` to the rank ``owner``; the result is 1-D, and empty on others. Communicates."""
-
-    @abstractmethod
-    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start filling 1-D ``buffer`` with that of the rank ``owner``; in place."""
-
-    @abstractmethod
-    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start sending row ``r`` to rank ``r``; the result is ``[size, row]``, each rank's row for this one."""
 
     @abstractmethod
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Start summing a few numbers in place, to the same bits on all ranks. Communicates."""
 
+    @abstractmethod
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]``. Communicates.
 
-        Several travel end to end in a buffer whose rows have ``row`` elements; one alone needs no buffer.
+        Where it takes a buffer to carry several, they lie end to end in its rows, which have ``row`` elements.
         """
+
+    @abstractmethod
+    def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
+        """Start filling ``whole``, 1-D and of one dtype, with the ``own`` of the rank ``owner``; others give none."""
+
+    def held(self) -> list[Tensor]:
+        """Return the memory that is kept from buffer to buffer."""
+        return []
+
+    def trim(self, for_good: bool = False) -> None:  # noqa: B027
+        """Give back memory of buffers, or all of it ``for_good``; nothing is under way on this rank."""
+
+
+class BufferBackend(Backend):
+    """Carries one buffer at a time: several pieces travel end to end in one, and one piece alone needs none."""
+
+    @abstractmethod
+    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
+        """Start filling ``buffer``, of which every rank gives its own row; in place."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Start filling 1-D ``buffer`` with that of the rank ``owner``; in place."""
+
+    def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
+        """Start gathering a buffer of all pieces."""
         if len(own) == 1:
             keep_own(own, rows, self.rank)
             return self.all_gather(rows[0]).then(lambda _: None)
         buffer = rows[0].new_empty(self.size, row)
         numel = sum(map(Tensor.numel, own))
         lay_end_to_end(buffer[self.rank, :numel], own)
-        buffer[self.rank, numel:].zero_()  # fp8 looks at whole blocks
         return self.all_gather(buffer).then(lambda _: unpack(buffer, rows))
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Start filling ``whole``, 1-D and of one dtype, with the ``own`` of the rank ``owner``; others give none.
-
-        Several travel end to end in a buffer; one alone needs no buffer.
-        """
+        """Start broadcasting a buffer of all pieces."""
         if len(whole) == 1:
             if self.rank == owner and own[0].data_ptr() != whole[0].data_ptr():
                 whole[0].copy_(own[0])
@@ -173,13 +184,6 @@ class Backend(ABC):
         if self.rank == owner:
             lay_end_to_end(buffer, own)
         return self.broadcast(buffer, owner).then(lambda _: take_apart(buffer, whole))
-
-    def held(self) -> list[Tensor]:
-        """Return the memory that is kept from buffer to buffer."""
-        return []
-
-    def trim(self, for_good: bool = False) -> None:  # noqa: B027
-        """Give back memory of buffers, or all of it ``for_good``; nothing is under way on this rank."""
 
 
 class Trade(NamedTuple):
@@ -246,10 +250,6 @@ class HostBackend(Backend):
 
         return add
 
-    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start filling ``buffer`` as the only piece of ``broadcast_from``."""
-        return self.broadcast_from(owner, [buffer], [buffer]).then(lambda _: buffer)
-
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
         """Start copying the owner's tensors, packed end to end, into ``whole``. Communicates."""
         count, nothing = sum(map(Tensor.numel, whole)), [0] * self.size
@@ -265,7 +265,7 @@ class HostBackend(Backend):
         return self.trade(parts, lambda theirs: take_apart(theirs[owner], whole))
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start sending each row straight to its rank."""
+        """Start sending row ``r`` to rank ``r``; the result is ``[size, row]``, each rank's row for this one."""
         sizes, theirs = [buffer.shape[1]] * self.size, torch.empty_like(buffer)
         theirs[self.rank].copy_(buffer[self.rank])
         return self.trade(Trade(Kind.ALL_TO_ALL, buffer.view(-1), sizes, sizes, theirs.unbind()), lambda _: theirs)
@@ -286,10 +286,6 @@ class HostBackend(Backend):
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Start summing a few numbers in rank order. Communicates."""
         return self.exchange(value, Kind.SUM, _SUM)
-
-    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling ``buffer`` as the only piece of ``gather``."""
-        return self.gather([buffer[self.rank]], [buffer], buffer.shape[1]).then(lambda _: buffer)
 
     def all_gather_object(self, mine: object) -> list[Any]:
         """Return every rank's ``mine`` in rank order, pickled on the way. Communicates."""

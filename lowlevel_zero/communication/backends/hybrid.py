@@ -91,17 +91,9 @@ class Hybrid(Backend):
 
     # ---- within: other inner groups have the same ----
 
-    def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start filling it within the inner group."""
-        return self._inner.broadcast(buffer, owner)
-
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
         """Start broadcasting ``own`` of the rank ``owner`` within the inner group. Communicates."""
         return self._inner.broadcast_from(owner, own, whole)
-
-    def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling it within the inner group."""
-        return self._inner.all_gather(buffer)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
         """Start gathering ``own`` into ``rows`` within the inner group. Communicates."""
@@ -110,7 +102,3 @@ class Hybrid(Backend):
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Start summing a few numbers within the inner group, so that each slice counts once. Communicates."""
         return self._inner.sum(value)
-
-    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start handing them out within the inner group."""
-        return self._inner.exchange_rows(buffer)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..flat_buffers import sum_rows_in_fp32
 from ..work import Work
-from .backend import Backend
+from .backend import BufferBackend
 
 # torch 2.13 renames the two and warns on the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -23,7 +23,7 @@ _all_gather_single = getattr(dist, "all_gather_single" if _RENAMED else "all_gat
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
-class Native(Backend):
+class Native(BufferBackend):
     """The backend's own collectives.
 
     Args:
@@ -83,7 +83,7 @@ class Native(Backend):
         return self._work(work, buffer)
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start one collective of bytes: gloo doesn't take all dtypes."""
+        """Start sending row ``r`` to rank ``r``, as bytes: gloo doesn't take all dtypes."""
         theirs = torch.empty_like(buffer)
         raw = theirs.view(-1).view(torch.uint8), buffer.view(-1).view(torch.uint8)
         return self._work(dist.all_to_all_single(*raw, group=self._group, async_op=True), theirs, buffer)

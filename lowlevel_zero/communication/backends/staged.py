@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..work import Work
-from .backend import Backend
+from .backend import Backend, BufferBackend
 
 _HOST = torch.device("cpu")
 
 
-class Staged(Backend):
+class Staged(BufferBackend):
     """Copies buffers to the host, has another backend carry them, and copies the results back.
 
     Args:
@@ -43,7 +43,7 @@ class Staged(Backend):
         """Copy this rank's row to the host, and start gathering there; rows are copied back. Communicates."""
         staged = torch.empty(buffer.shape, dtype=buffer.dtype, device=_HOST)
         staged[self.rank].copy_(buffer[self.rank])
-        return self._host.all_gather(staged).then(buffer.copy_)
+        return self._host.gather([staged[self.rank]], [staged], buffer.shape[1]).then(lambda _: buffer.copy_(staged))
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Copy the buffer to the host, and start reducing to ``owner`` there. Communicates."""
@@ -52,12 +52,8 @@ class Staged(Backend):
 
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start filling ``buffer`` from a copy on the host."""
-        return self._host.broadcast(buffer.to(_HOST), owner).then(buffer.copy_)
-
-    def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start it on the host."""
-        device = buffer.device
-        return self._host.exchange_rows(self._staged(buffer)).then(lambda theirs: theirs.to(device))
+        staged = buffer.to(_HOST)
+        return self._host.broadcast_from(owner, [staged], [staged]).then(lambda _: buffer.copy_(staged))
 
     def _staged(self, buffer: Tensor) -> Tensor:
         return self._host.new_buffer(buffer.shape[1], buffer.dtype, _HOST, len(buffer)).copy_(buffer)
