@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 # Elements of slices that are stepped and gathered in one call, so that the cost of the call itself is negligible.
 PART = 2**19
-# Two buffers: one is filled while the other is gathered.
-IN_FLIGHT = 2
 
 
 def in_parts(items: Iterable[tuple[Hashable, int, T]]) -> Iterator[list[T]]:
@@ -155,9 +153,11 @@ class GatherStore:
         self._under_way.append(gather)
 
     def limit(self) -> None:
-        """Finish the oldest gathers where more are under way than two buffers, unless reads of parameters wait."""
-        if len(self._under_way) > IN_FLIGHT and not self._under_way[-1].awaited:
-            self.finish(leave=IN_FLIGHT)
+        """Finish the oldest gathers where more are under way than the backend has use for, unless reads wait."""
+        latest = self._under_way[-1]
+        most = self._group.backend(latest.records[0].padded.device).gathers_in_flight
+        if len(self._under_way) > most and not latest.awaited:
+            self.finish(leave=most)
 
     def gather(self, records: Sequence[ShardedParameter]) -> None:
         """Gather ``records``, whose slices have changed, and wait for it. Communicates, alike on every rank."""

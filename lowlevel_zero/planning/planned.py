@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.bucket_plan import Item, make_plan
-from ..bookkeeping.gather_store import IN_FLIGHT, in_parts
+from ..bookkeeping.gather_store import in_parts
 from ..communication.backends.backend import DEVICE_BUCKET, HOST_BUCKET
 from ..communication.backends.memory_pool import block_bytes
 from ..communication.backends.native import Native
@@ -166,7 +166,7 @@ def most_under_way(layout: Layout, options: ZeroOptions, on_host: bool, micro_ba
     ordered = layout.buckets if options.cpu_offload else layout.buckets[::-1]
     parts = in_parts((bucket.kind, bucket.planned.body, bucket) for bucket in ordered)
     gathers = [_gather(part, options, on_host) for part in parts]
-    at_once = len(gathers) if options.communication.overlap_gathers else IN_FLIGHT + 1
+    at_once = len(gathers) if options.communication.overlap_gathers else Native.gathers_in_flight + 1
     if on_host:
         ahead = 2 * (SharedMemory.in_flight + 1)
         meet_twice = options.stage == 1 and layout.world_size > READ_WHOLE

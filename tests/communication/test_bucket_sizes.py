@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.gather_store import PART, GatherStore
 from lowlevel_zero.communication.shard_group import SWITCH
 from lowlevel_zero.layout import layout_of
 from tests.support.ranks import run_ranks
@@ -47,3 +48,30 @@ def test_messages_among_more_ranks_carry_larger_buckets() -> None:
 def test_a_chosen_bucket_size_is_kept_over_messages() -> None:
     of_one = run_ranks(buckets_of, 2, 0, {"reduce_bucket_size": HALF})
     assert [len(names) for names in of_one[0]] == [1] * 9
+
+
+def most_gathers(rank: int, world_size: int, switch: str) -> int:
+    """Return the largest number of gathers that were under way at once in a step over many parameters."""
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, switch)
+        limit = GatherStore.limit
+
+        def counting(store: GatherStore) -> None:
+            counts.append(len(store._under_way))
+            limit(store)
+
+        patch.setattr(GatherStore, "limit", counting)
+        model = nn.ParameterList(nn.Parameter(torch.zeros(world_size * PART)) for _ in range(12))
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = LowLevelZeroOptimizer(sgd, model=model, reduce_bucket_size=1)
+        optimizer.backward(torch.stack([p.sum() for p in model]).sum())
+        optimizer.step()
+    assert all(torch.equal(p, torch.full_like(p, -1.0)) for p in model)
+    return max(counts)
+
+
+def test_messages_have_more_gathers_under_way_than_shared_memory_unless_there_are_many_ranks() -> None:
+    assert run_ranks(most_gathers, 2, "0") == [9, 9]
+    assert run_ranks(most_gathers, 2, "1") == [3, 3]
+    assert run_ranks(most_gathers, 4, "0") == [5] * 4

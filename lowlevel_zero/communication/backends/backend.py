@@ -76,6 +76,7 @@ class Backend(ABC):
         bucket_size: elements of a bucket of a host's gradients where the caller has chosen none, alike on all ranks.
         in_flight: how many reductions to have under way: enough to keep the network busy, few enough for stage 2's
             memory, since each holds a buffer.
+        gathers_in_flight: how many gathers to have under way in a step; each may hold a buffer.
         limits_all_reduce: ``in_flight`` bounds all-reduces too, since their sums are further buffers.
         all_reduce_only_reads: ``all_reduce`` neither writes to its buffer nor copies it: a gradient may be one.
         chain: starts the second half of an all-reduce after its first; a backend with an own all-reduce has none.
@@ -83,6 +84,7 @@ class Backend(ABC):
 
     bucket_size = HOST_BUCKET
     in_flight = 3
+    gathers_in_flight = 2  # one buffer is filled while the other is gathered
     limits_all_reduce = False
     all_reduce_only_reads = False
     chain: Chain

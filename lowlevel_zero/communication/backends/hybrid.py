@@ -38,7 +38,7 @@ class Hybrid(Backend):
         self._outer = outer
         self._inner = inner
         self._chain = chain
-        self.in_flight = inner.in_flight
+        self.in_flight, self.gathers_in_flight = inner.in_flight, inner.gathers_in_flight
         self.bucket_size = max(inner.bucket_size, outer.bucket_size)
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:

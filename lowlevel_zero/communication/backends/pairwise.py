@@ -17,12 +17,13 @@ from torch import Tensor
 from ..flat_buffers import keep_own, lay_end_to_end
 from ..runtime import Threads
 from ..work import OnThread, Work
-from .backend import KINDS, MAXIMUM, HostBackend, Kind, PeerError, Trade
+from .backend import KINDS, MAXIMUM, Backend, HostBackend, Kind, PeerError, Trade
 
 T = TypeVar("T")
 
 # Short messages are slow: 2 ranks reduce 48 MB in 83 ms by buckets of 2**20 elements, in 48 ms by those of 2**22.
 _LEAST_BUCKET, _BUCKET_PER_RANK = 2**22, 2**21  # elements
+_ROWS_GATHERED = 16  # of gathers under way, which may hold a buffer of all rows each
 _LARGE = 2**17  # elements that take longer to be copied twice than to be sent by themselves
 
 
@@ -47,6 +48,7 @@ class Pairwise(HostBackend):
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.bucket_size = max(_LEAST_BUCKET, self.size * _BUCKET_PER_RANK)
+        self.gathers_in_flight = max(Backend.gathers_in_flight, _ROWS_GATHERED // self.size)
         self._group, self._buffers = ref(group), ref(buffers or group)
         self._ranks = dist.get_process_group_ranks(group)
         self._first_tag = KINDS * number
