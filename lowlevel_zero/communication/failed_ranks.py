@@ -59,7 +59,10 @@ def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object
         lost = f"{listed_ranks(ranks)}, whose {'process has' if len(ranks) == 1 else 'processes have'} ended"
     else:
         peer = f"rank {error.rank}" if isinstance(error, PeerError) else "one of them"
-        lost = f"the connection to {peer}, whose end isn't seen from this host, or the network is broken"
+        lost = (
+            f"the connection to {peer}, whose end isn't seen from this host: it may have left its process group, or "
+            "the network may be broken"
+        )
     return LostRank(f"{what}: expected all ranks, lost {lost}. {_REMEDY}")
 
 
