@@ -87,7 +87,7 @@ def load_scale(scaler: LossScaler | None, loss_scale: Mapping[str, Any] | None) 
 
 
 def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter, State], fp8: bool) -> None:
-    """Give parameters the masters among ``states`` if those round to the parameters' values.
+    """Give parameters the masters among ``states`` that round to the parameters' values. Communicates.
 
     A parameter that is fp32 itself becomes its master where it was loaded from what 16 bits had kept of it. That
     communicates: every rank calls it, with the masters of the same parameters.
