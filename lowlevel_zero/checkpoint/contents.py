@@ -19,8 +19,8 @@ from ..communication.agreement import agree_apart
 from ..communication.shard_group import ShardGroup
 from ..experts.assignment import add_companions
 from ..optimizer import LowLevelZeroOptimizer
-from ..partition import EvenSplit, Split
-from ..state.boxes import BoxedTensor, Shape, Spans, boxed
+from ..partition import EvenSplit
+from ..state.boxes import BoxedTensor, Spans, boxed
 from ..state.global_names import GlobalNames, check_same_experts, from_all_ranks, of_all_ranks
 from ..state.loading import MASTER
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
@@ -54,52 +54,36 @@ class Entry(NamedTuple):
     shard_group: int
     ranks: ShardGroup
 
-    @property
-    def split(self) -> Split:
-        """Return how the tensor's elements are divided among the ranks that save it.
-
-        Ranks may have different values of what no optimizer trains: the first one that shares it saves all of it.
-        """
-        return EvenSplit(self.saved.numel, 1) if self.record is None else self.record.split
-
     def writers(self, number: int) -> list[int]:
-        """Return the global rank that writes each part; replicas of a part take turns, by the tensor's ``number``."""
+        """Return the global rank that writes each part; replicas of a part take turns, by the tensor's ``number``.
+
+        Ranks may have different values of a tensor that isn't trained: the first rank that shares it writes all of it.
+        """
         if self.record is None:
             return dist.get_process_group_ranks(self.ranks.group)[:1]
         return [holders[number % len(holders)] for holders in self.ranks.holders]
 
-    def boxed(self, own: Tensor, rank: int) -> BoxedTensor:
-        """Return the tensor of which ``own`` is part ``rank``."""
-        return boxed(own, self.split, rank, self.saved.shape, self.saved.stride)
+    def to_save(self) -> Tensor:
+        """Return this rank's row of what is trained, as boxes, else the tensor. Both share its memory."""
+        return self.tensor.detach() if self.record is None else self._boxed(self.record.row)
 
-    def to_save(self) -> BoxedTensor:
-        """Return the part that this rank writes; it shares memory with the tensor, if that is dense."""
-        if self.record is not None:
-            return self.boxed(self.record.row, self.ranks.rank)
-        start, stop = self.split.span(self.ranks.group_rank)
-        flat = flat_in_memory_order(self.tensor, _without_values(self.tensor))
-        return self.boxed(flat[start:stop], self.ranks.group_rank)
+    def row_to_load(self, record: ShardedParameter, dtype: torch.dtype) -> BoxedTensor:
+        """Return memory for this rank's row in the saved dtype: that of the row itself, if it has this dtype."""
+        return self._boxed(record.row if record.row.dtype == dtype else torch.empty_like(record.row, dtype=dtype))
 
-    def to_load(self, dtype: torch.dtype) -> BoxedTensor:
-        """Return a tensor of the saved dtype for the part that this rank reads; all of it if it isn't trained.
-
-        It is the parameter's own row, if that is of this dtype.
-        """
-        if self.record is not None and self.record.row.dtype == dtype:
-            return self.to_save()
-        device = self.tensor.device if self.record is None else self.record.padded.device
-        rank = 0 if self.record is None else self.ranks.rank
-        start, stop = self.split.span(rank)
-        return self.boxed(torch.empty(stop - start, dtype=dtype, device=device), rank)
+    def _boxed(self, row: Tensor) -> BoxedTensor:
+        assert self.record is not None
+        return boxed(row, self.record.split, self.ranks.rank, self.saved.shape, self.saved.stride)
 
 
 def planned_tensor(keys: Keys, tensor: Tensor, writers: Sequence[int]) -> PlannedTensor:
-    """Return the plan of a tensor whose parts these ranks write; the first writes one that isn't cut, row-major."""
+    """Return the plan of a tensor whose parts these ranks write; the first writes all of one that isn't divided."""
     split: Spans = EvenSplit(tensor.numel(), 1)
-    strides: Shape = torch.empty(tensor.shape, device="meta").stride()
     if isinstance(tensor, BoxedTensor):
         strides = tensor.strides
         split = tensor.split_by if tensor.numel() and tensor.split_by is not None else split
+    else:
+        strides = _without_values(tensor).stride()
     return PlannedTensor(keys, tensor.dtype, tuple(tensor.shape), strides, split, writers[: split.world_size])
 
 
@@ -280,17 +264,18 @@ class Contents:
     def read(self, saved: SavedCheckpoint) -> None:
         """Read this rank's part of each saved tensor into place, one parameter at a time. Doesn't communicate."""
         for name, entry in self.entries.items():
-            if name in saved.manifest.tensors:
-                own = entry.to_load(saved.model[name].dtype)
-                if entry.record is not None:
-                    state = self.states_of[entry.saved.optimizer]
-                    slices = state.slices_of(name, saved.states.get(name, {}))
-                    saved.read({name: own}, {name: slices})
-                    state.fill(name, slices)
-                    entry.record.load_row(own.local, slices[MASTER].local if MASTER in slices else None)
-                elif entry.saved.numel:
-                    saved.read({name: own}, {})
-                    _overwrite(entry.tensor.detach(), own.local.as_strided(entry.saved.shape, entry.saved.stride))
+            record, like = entry.record, saved.model.get(name)
+            if like is not None and record is not None:
+                row = entry.row_to_load(record, like.dtype)
+                state = self.states_of[entry.saved.optimizer]
+                slices = state.slices_of(name, saved.states.get(name, {}))
+                saved.read({name: row}, {name: slices})
+                state.fill(name, slices)
+                record.load_row(row.local, slices[MASTER].local if MASTER in slices else None)
+            elif like is not None and like.numel():
+                whole = torch.empty_like(like, device=entry.tensor.device)
+                saved.read({name: whole}, {})
+                _overwrite(entry.tensor.detach(), whole)
 
     @torch.no_grad()
     def gather(self, objects: Objects) -> None:
@@ -359,8 +344,10 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Return the elements of this rank's part of a tensor, 1-D, in memory order; of a whole one row-major."""
-    return tensor.local if isinstance(tensor, BoxedTensor) else tensor.contiguous().view(-1)
+    """Return the elements of this rank's part of a tensor, 1-D, in memory order; without a copy, if it has no gaps."""
+    if isinstance(tensor, BoxedTensor):
+        return tensor.local
+    return flat_in_memory_order(tensor, _without_values(tensor)).contiguous()
 
 
 def _without_values(tensor: Tensor) -> Tensor:

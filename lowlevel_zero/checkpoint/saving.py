@@ -198,9 +198,9 @@ def _prepare(
     if rank == 0:
         named = objects.by_keys()
         share.files[OBJECTS], share.pickles = objects.to_file(named)
-        tensors = {keys: value.detach() for keys, value in named.items() if isinstance(value, Tensor)}
+        tensors = {keys: value.detach().contiguous() for keys, value in named.items() if isinstance(value, Tensor)}
         share.plan += (planned_tensor(keys, value, [0]) for keys, value in tensors.items())
-        share.values |= {keys: value.contiguous().view(-1) for keys, value in tensors.items()}
+        share.values |= {keys: value.view(-1) for keys, value in tensors.items()}
     if staging is not None:
         last = context_of(contents.group.group).writing
         share.values = staging.stage(share.values, last.staging if isinstance(last, Saving) else None)

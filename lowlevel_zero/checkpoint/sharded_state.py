@@ -138,7 +138,7 @@ class ShardedState:
                     raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}: rename it")
                 if isinstance(value, Tensor):
                     division = self._division(key, value, state, record, record.p32.shape)
-                    own = value.detach().clone() if division is None else division.boxed(value, record)
+                    own = value.detach().contiguous().clone() if division is None else division.boxed(value, record)
                     found.setdefault(name, {})[key] = own
         return found
 

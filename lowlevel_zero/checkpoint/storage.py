@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,12 @@ import torch.distributed as dist
 from ..communication.failed_ranks import lost_rank_error
 from .checksum import Checksum, FileSum
 from .folders import NotSynced, claim, clear_remains, path_beside, publish
-from .manifest import MANIFEST, METADATA, RANK_STATE, Manifest
+from .manifest import MANIFEST, METADATA, Manifest
 from .plan import TENSORS, Share, aligned, metadata_of
 from .tensor_bytes import memory_of
 
 # Why an asynchronous save may find its ranks gone.
 ALONE = "destroy_process_group was called before all was written: call wait() first"
-_NO_FILE = (-1, -1)
 _PIECE = 2**20  # bytes
 
 T = TypeVar("T")
@@ -131,10 +130,11 @@ class CheckpointWriter:
                 raise RuntimeError(f"{self._path}: the checkpoint {how}. rank {rank}: {reason}") from error
 
     def _outcome(self, sums: dict[str, FileSum], error: Exception | None) -> list[str | None]:
-        """Return each rank's reason to have failed, or None. Communicates: few numbers unless one has failed."""
-        of_ranks = self._gather(sums, error)
-        if of_ranks is not None:
-            _, error = _attempt(lambda: self._commit(of_ranks))
+        """Return each rank's reason for its failure, or None for it. Ranks exchange little unless one has failed."""
+        told = self._gather((sums, error is not None))
+        if told and not any(failed for _, failed in told):
+            files = {name: each for of_rank, _ in told for name, each in of_rank.items()}
+            _, error = _attempt(lambda: self._commit(files))
         own = None if error is None else f"{type(error).__name__}: {error}"
         if self._ranks == 1:
             return [own]
@@ -145,23 +145,13 @@ class CheckpointWriter:
             dist.all_gather_object(reasons, own, group=self._group)
         return reasons
 
-    def _gather(self, sums: dict[str, FileSum], error: Exception | None) -> dict[str, FileSum] | None:
-        """Return all files' checksums on the first rank; None on the others, or if a rank has failed. Communicates."""
+    def _gather(self, own: T) -> list[T]:
+        """Return what each rank has told, on the first rank; on the others nothing."""
         if self._ranks == 1:
-            return sums if error is None else None
-        names = TENSORS, RANK_STATE
-        own = [number for name in names for number in sums.get(name.format(self._rank), _NO_FILE)]
-        numbers = torch.tensor([int(error is not None), *own], device="cpu")
-        table = numbers.new_empty(self._ranks if self._rank == 0 else 0, len(numbers))
-        dist.gather(numbers, [*table.unbind()] or None, dist.get_global_rank(self._group, 0), self._group)
-        rows: list[list[int]] = table.tolist()
-        if not rows or any(failed for failed, *_ in rows):
-            return None
-        found = dict(sums)
-        for rank, (_, *row) in enumerate(rows):
-            for name, pair in zip(names, zip(row[::2], row[1::2], strict=True), strict=True):
-                found |= {} if pair == _NO_FILE else {name.format(rank): FileSum(*pair)}
-        return found
+            return [own]
+        told: list[Any] = [None] * (self._ranks if self._rank == 0 else 0)
+        dist.gather_object(own, told or None, dist.get_global_rank(self._group, 0), self._group)
+        return told
 
     def _commit(self, sums: dict[str, FileSum]) -> None:
         """Write the metadata and the manifest, and rename the folder to its place; the first rank calls it."""

@@ -61,7 +61,7 @@ def test_ranks_agree_once_and_then_exchange_a_few_numbers(in_background: bool, t
         save_checkpoint(tmp_path / "second", *pair, async_save=in_background).wait()
         return found
 
-    assert run_ranks(save, 3) == [{"all_reduce_max": 1, "gather": 1, "all_reduce": 1}] * 3
+    assert run_ranks(save, 3) == [{"all_reduce_max": 1, "gather_object": 1, "all_reduce": 1}] * 3
 
 
 def bytes_read() -> int:
