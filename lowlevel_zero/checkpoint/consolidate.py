@@ -68,10 +68,10 @@ def consolidate(
     written = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     written.mkdir()
 
-    def read(name: str, key: str, like: Tensor) -> Tensor:
+    def read(name: str, key: str | None, like: Tensor) -> Tensor:
         """Return a tensor of the model, or a parameter's state ``key``, read into a new tensor like ``like``."""
         tensor = _room_for(like, written)
-        checkpoint.read({} if key else {name: tensor}, {name: {key: tensor}} if key else {})
+        checkpoint.read(tensor, name, key)
         done(tensor.nbytes)
         return tensor
 
@@ -121,10 +121,10 @@ def refuse_existing(out: Path, force: bool) -> None:
 # ---- the contents of the files ----
 
 
-def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> dict[str, Tensor]:
+def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Tensor], Tensor]) -> dict[str, Tensor]:
     """Read the model's state dict; each tensor is contiguous and shares no memory, as safetensors requires."""
     extra = {name: value for name, value in checkpoint.objects.model.items() if isinstance(value, Tensor)}
-    found = {alias: read(name, "", checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
+    found = {alias: read(name, None, checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
     return found | extra
 
 
@@ -134,7 +134,7 @@ def _names(checkpoint: SavedCheckpoint) -> list[tuple[str, str]]:
     return [(name, name) for name in checkpoint.model] + [each for each in tied if each[1] in checkpoint.model]
 
 
-def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str, Tensor], Tensor]) -> Any:
+def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Tensor], Tensor]) -> Any:
     """Read each optimizer's state dict; return a list or a dict of them as they were saved, or the only one itself."""
     found: dict[Name, State] = {}
     for of, settings in checkpoint.objects.optimizers.items():

@@ -256,9 +256,8 @@ class Contents:
                 undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
                 module.set_extra_state(saved.objects.model[name])
         for of, state in self.states_of.items():
-            whole, settings = state.whole(saved.states), saved.objects.optimizers[of]
-            saved.read({}, whole)
-            state.load(state.announced(saved.states, whole, settings), settings, undo)
+            settings = saved.objects.optimizers[of]
+            state.load(state.announced(saved, settings), settings, undo)
 
     @torch.no_grad()
     def read(self, saved: SavedCheckpoint) -> None:
@@ -269,12 +268,14 @@ class Contents:
                 row = entry.row_to_load(record, like.dtype)
                 state = self.states_of[entry.saved.optimizer]
                 slices = state.slices_of(name, saved.states.get(name, {}))
-                saved.read({name: row}, {name: slices})
+                saved.read(row, name)
+                for key, slice_of_state in slices.items():
+                    saved.read(slice_of_state, name, key)
                 state.fill(name, slices)
                 record.load_row(row.local, slices[MASTER].local if MASTER in slices else None)
             elif like is not None and like.numel():
                 whole = torch.empty_like(like, device=entry.tensor.device)
-                saved.read({name: whole}, {})
+                saved.read(whole, name)
                 _overwrite(entry.tensor.detach(), whole)
 
     @torch.no_grad()

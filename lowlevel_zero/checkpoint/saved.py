@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -112,21 +112,20 @@ class SavedCheckpoint:
 
     # ---- values ----
 
-    def read(self, model: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Read tensors, or boxes of them, in this process alone: the model's by name, states by name and key.
+    def read(self, tensor: Tensor, name: str, key: str | None = None) -> None:
+        """Read a tensor of the model, or the state ``key`` of one, or boxes of it, in this process alone.
 
-        Each byte is read once, straight into place, if a tensor has the memory order in which it was saved and is on
+        Each byte is read once, straight into place, if the tensor has the memory order in which it was saved and is on
         the host.
 
         Raises:
             ValueError: a file is damaged.
             OSError: it can't be read.
         """
-        for name, tensor in model.items():
+        if key is None:
             self._fill(name_of(("model", name)), tensor, self.model[name].stride())
-        for name, state in states.items():
-            for key, tensor in state.items():
-                self._fill(name_of((*_STATE, name, key)), tensor, self.states[name][key].stride())
+        else:
+            self._fill(name_of((*_STATE, name, key)), tensor, self.states[name][key].stride())
 
     def _fill(self, full: str, tensor: Tensor, saved: Shape) -> None:
         """Read a tensor, or boxes of it, from the file of a tensor with the strides ``saved``."""

@@ -34,6 +34,7 @@ from ..state.loading import (
 from ..state.nested import flattened, nested
 from ..state.values import is_slice, told_states
 from ..state.whole import scale_as_numbers, with_master
+from .saved import SavedCheckpoint
 
 BLOCK = "block"  # among settings: the elements that share a scale
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
@@ -193,27 +194,16 @@ class ShardedState:
 
     # ---- writing ----
 
-    def whole(self, saved: Mapping[str, Mapping[str, Tensor]]) -> States:
-        """Return zeros to load into, for the ``saved`` states that are whole on every rank."""
-        return {
-            name: {
-                key: self._room(key, like, state, record)
-                for key, like in state.items()
-                if self._division(key, like, state, record, record.p.shape) is None
-            }
-            for name, record in self._records.items()
-            if (state := saved.get(name))
-        }
-
-    def announced(
-        self, saved: Mapping[str, Mapping[str, Tensor]], whole: States, settings: Mapping[str, Any]
-    ) -> dict[ShardedParameter, State]:
-        """Return states for ``load``: ``whole`` ones with values, and sliced ones as placeholders without memory."""
+    def announced(self, saved: SavedCheckpoint, settings: Mapping[str, Any]) -> dict[ShardedParameter, State]:
+        """Return states for ``load``: whole ones, which are read, and sliced ones as placeholders without memory."""
         found: dict[ShardedParameter, State] = {}
         for name, record in self._records.items():
-            flat = {**settings["states"].get(name, {}), **whole.get(name, {})}
-            for key, like in saved.get(name, {}).items():
-                if key != MASTER and key not in flat:
+            flat, states = dict(settings["states"].get(name, {})), saved.states.get(name, {})
+            for key, like in states.items():
+                if self._division(key, like, states, record, record.p.shape) is None:
+                    flat[key] = self._room(key, like, states, record)
+                    saved.read(flat[key], name, key)
+                elif key != MASTER:
                     room = torch.zeros((), dtype=like.dtype, device=record.p32.device)
                     flat[key] = room.expand(record.p32.shape if record.split.owner is None else like.shape)
             found[record] = _as_held(flat, record)

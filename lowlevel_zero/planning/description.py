@@ -68,7 +68,7 @@ def _steps(checkpoint: SavedCheckpoint) -> tuple[int, int] | None:
     for name, state in checkpoint.states.items():
         if "step" in state:
             count = torch.empty_like(state["step"], device="cpu")
-            checkpoint.read({}, {name: {"step": count}})
+            checkpoint.read(count, name, "step")
             counts.append(int(count))
     return (min(counts), max(counts)) if counts else None
 
