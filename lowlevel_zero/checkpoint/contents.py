@@ -64,7 +64,7 @@ class Entry(NamedTuple):
         return [holders[number % len(holders)] for holders in self.ranks.holders]
 
     def to_save(self) -> Tensor:
-        """Return this rank's row of what is trained, as boxes, else the tensor. Both share its memory."""
+        """Return this rank's row of a trained parameter, as boxes, else the whole tensor; it shares their memory."""
         return self.tensor.detach() if self.record is None else self._boxed(self.record.row)
 
     def row_to_load(self, record: ShardedParameter, dtype: torch.dtype) -> BoxedTensor:
