@@ -209,7 +209,17 @@ def _told_by_cuda(trainee: Trainee) -> dict[str, float]:
         trainee.step()
     trainee.zero_grad()
     launches = sum(event.name.startswith(_LAUNCHES) for event in profiled.events())
-    return {"launches": launches, "synchronisations": synchronisations, "peak bytes": peak, "bytes after": after}
+    told = {"launches": launches, "synchronisations": synchronisations, "peak bytes": peak, "bytes after": after}
+    return told | (_asleep(trainee.optimizer) if isinstance(trainee.optimizer, LowLevelZeroOptimizer) else {})
+
+
+def _asleep(optimizer: LowLevelZeroOptimizer) -> dict[str, float]:
+    """How long states take to the host and back, once memory there has been pinned, and what stays on the device."""
+    optimizer.offload_states()
+    optimizer.reload_states()
+    down = _seconds("cuda", optimizer.offload_states)
+    asleep = torch.cuda.memory_allocated()
+    return {"bytes asleep": asleep, "sleep ms": 1e3 * down, "wake ms": 1e3 * _seconds("cuda", optimizer.reload_states)}
 
 
 def _synchronisations(trainee: Trainee) -> int:

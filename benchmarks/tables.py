@@ -140,7 +140,8 @@ def collectives(content: dict[str, Any]) -> Table:
 def cuda(content: dict[str, Any]) -> Table:
     """One GPU's step, at simulated world sizes."""
     names = ("step ms", "copying ms", "to copying", "host ms", "collectives", "launches", "synchronisations")
-    memory = ("peak bytes", "bytes after")
+    names = (*names, "sleep ms", "wake ms")
+    memory = ("peak bytes", "bytes after", "bytes asleep")
     cells = [
         [
             row["name"],

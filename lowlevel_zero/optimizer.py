@@ -531,7 +531,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
         """
-        self._guard.enter("zero_grad")
+        self._guard.enter("zero_grad", wakes=not set_to_none)
         call = Call("zero_grad" if set_to_none else TO_ZEROS)
         self.calls.agree(call, lambda each, call: each.reducer.discard(call))
         self._observer.cleared()

@@ -245,7 +245,7 @@ class Reducer:
         return True
 
     def _check_plain(self, record: ShardedParameter) -> None:
-        """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced."""
+        """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced; wake what it will be added to."""
         self._group.progress.check_process(f"the backward of {record.name}")
         if self._half and self._state not in StepState.in_backward:  # the loss isn't scaled, and the step would unscale
             raise RuntimeError(
@@ -259,6 +259,7 @@ class Reducer:
                 f"{record.name}: expected its gradient outside of a CUDA graph's capture, got it within, whose replays "
                 "run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
             )
+        self._state.wake_up()
 
     def _open_plain(self) -> None:
         """Open the sync of a plain ``loss.backward()``, whose first gradient has come."""
@@ -440,6 +441,7 @@ class Reducer:
         touched = self._gradients.touched() if touched is None else touched
         cleared = self._gradients.hide_cleared(touched, in_flight) if touched else []
         if cleared:
+            self._state.wake_up()
             when = f"after backward {self._group.progress.micro_batch}"
             self._dropped += [(record.index, f"{record.name} {when}") for record in cleared]
             if in_flight:

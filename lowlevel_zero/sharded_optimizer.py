@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,12 +24,15 @@ from .diagnostics.verification import verify
 from .gradients.calls import Calls
 from .gradients.of_optimizer import OptimizerGradients
 from .loss_scaler import LossScaler
+from .offload.sleep import KINDS, Asleep, check_kinds, movable
 from .optim.modes import switch
 from .options import ZeroOptions
 from .sharded_group import ShardedGroup
 from .state.whole import WholeState
 from .stepper import GlobalNorm
 from .streams import Streams
+
+_log = logging.getLogger("lowlevel_zero")
 
 
 class ShardedOptimizer(Optimizer):
@@ -58,13 +62,14 @@ class ShardedOptimizer(Optimizer):
 
     _guard: Guard  # checks each call
     _norm: GlobalNorm | None  # the last step's
+    _switched: Any  # the states that were there when a mode was called last: loading makes others
     _retired: str  # the reason why every call raises; empty while it is in use
 
     def __init__(self, optim: Optimizer) -> None:
         # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
         super().__setstate__({"optim": optim})
         # Of the instance, not of the class, so that a retired optimizer has none of them.
-        self.mode, self.runs, self.serial, self._norm = None, (), 0, None
+        self.mode, self.runs, self.serial, self._norm, self._switched = None, (), 0, None, None
 
     # ---- its end, where another optimizer takes its parameters ----
 
@@ -196,9 +201,9 @@ class ShardedOptimizer(Optimizer):
         return partial(self._switch, mode, back)
 
     def _switch(self, mode: str, back: str) -> None:
-        call, again = self.calls.enter(mode), self.mode == mode
+        call, again = self.calls.enter(mode), self.mode == mode and self._switched is self.optim.state
         switch(self.optim, self.sharded_groups, self.calls.agree, call, back, again)
-        self.mode = mode
+        self.mode, self._switched = mode, self.optim.state
 
     # ---- for the rooms above, beside the attributes ----
 
@@ -227,6 +232,54 @@ class ShardedOptimizer(Optimizer):
             doing: one of the names of ``Call``, the same on every rank.
         """
         self.calls.finish_syncs(doing)
+
+    # ---- sleep ----
+
+    @torch.no_grad()
+    def offload_states(self, include: Collection[str] = KINDS, pinned: bool = True, non_blocking: bool = True) -> int:
+        """Move what this rank holds beside the parameters to the host, and return the bytes; every rank calls it.
+
+        The device's memory is free for others when it returns, as for inference between updates. Parameters stay whole
+        on the device. What sleeps can be read on the host. It comes back by ``reload_states``, or by the next call that
+        may need it: every method of the optimizer but ``zero_grad()``, a plain ``loss.backward()``, a checkpoint that
+        is loaded. What stays on the device: fp32 masters that are the parameters' own memory, gradients that wait in
+        ``p.grad`` to be reduced, as under ``no_sync``, and what the wrapped optimizer keeps besides its state.
+
+        With ``cpu_offload``, and where parameters are on the host, there is nothing to move.
+
+        Args:
+            include: "masters", "states", "gradients" and "buffers", or some of these. Buffers are memory that torch's
+                allocator keeps for later use: without them what is freed is free for this process alone.
+            pinned: use pinned memory of the host, which is copied faster.
+            non_blocking: have all copies under way at once, and wait for them at the end; False: wait for each.
+
+        Raises:
+            ValueError: ``include`` has something else. Nothing has been changed then.
+            RuntimeError: other ranks have been called for something else.
+        """
+        check_kinds(include)
+        self._guard.enter("offload_states")
+        self.finish_syncs("offload_states")
+        self.finish_gathers()
+        if self.options.cpu_offload or not self.streams.several:
+            _log.info("offload_states: what is to be offloaded is on the host already")
+            return 0
+        asleep = Asleep(self.streams)
+        self.step_state.wake = asleep.wake
+        try:
+            moved = asleep.take(
+                movable(include, self.optim, self.sharded_parameters.records, self.sharded_groups), pinned, non_blocking
+            )
+        except BaseException:
+            self.step_state.wake_up()
+            raise
+        if "buffers" in include:
+            self.streams.release_memory()
+        return moved
+
+    def reload_states(self) -> None:
+        """Bring back what ``offload_states`` has moved to the host; the host doesn't wait. Doesn't communicate."""
+        self._guard.enter("reload_states")
 
     # ---- reports ----
 

@@ -77,6 +77,9 @@ class Streams:
     def join(self) -> None:
         """Make home and the current stream wait for the work beside home; on the host nothing waits."""
 
+    def release_memory(self) -> None:
+        """Give the device back what its allocator keeps for later use."""
+
     def captures(self) -> bool:
         """Return whether a graph captures the current stream: on the host never."""
         return False
@@ -177,6 +180,10 @@ class DeviceStreams(Streams):
             for stream in {self._home, self.current()}:
                 stream.wait_stream(self._beside)
             self._kept.clear()
+
+    def release_memory(self) -> None:
+        """Empty the cache of torch's allocator."""
+        self._api.empty_cache()
 
     def captures(self) -> bool:
         """Return whether a graph captures the current stream; False for devices without graphs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import Enum, Flag, auto
 from typing import ClassVar
 from weakref import WeakSet
@@ -99,6 +100,7 @@ class StepState:
         syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
         agreed: the ranks have agreed on the call under way.
         failure: what errors have left on this rank.
+        wake: brings back what sleeps on the host; None: nothing does.
         in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
         alive: the states of all optimizers of this process.
     """
@@ -113,7 +115,14 @@ class StepState:
         self.syncs = True
         self.agreed = False
         self.failure = Failure()
+        self.wake: Callable[[], None] | None = None
         StepState.alive.add(self)
+
+    def wake_up(self) -> None:
+        """Bring back what sleeps on the host, if anything does."""
+        if self.wake is not None:
+            self.wake()
+            self.wake = None
 
     @property
     def is_alone(self) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..partition import Split
 
@@ -77,3 +80,12 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors with memory in a state, at any depth: of a quantised one those that its subclass wraps."""
+    for each in tree_leaves(value):
+        if isinstance(each, Tensor) and is_traceable_wrapper_subclass(each):
+            yield from (getattr(each, name) for name in each.__tensor_flatten__()[0])
+        elif isinstance(each, Tensor):
+            yield each

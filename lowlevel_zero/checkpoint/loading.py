@@ -87,6 +87,8 @@ def load_checkpoint(
         saved.manifest.check_files(folder, sorted(files)[group.group_rank :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
         own = {} if rank_state is None else _state_of(folder, saved.manifest, group.group_rank)
+        for each in optimizers.values():
+            each.step_state.wake_up()
         contents = Contents(model, optimizers)
         lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing)

@@ -92,6 +92,7 @@ class Sharded(Stateful):
         """
         sharded = ShardedState(self.optimizer, _names(self.optimizer))
         with all_or_nothing(self.optimizer.shard_group, "load the state of its optimizer") as undo:
+            self.optimizer.step_state.wake_up()
             settings = self._settings(state_dict["param_groups"])
             sharded.check(settings, state_dict["state"])
             slices = sharded.slices({name: dict(each) for name, each in state_dict["state"].items()}, settings)

@@ -59,6 +59,7 @@ def collective_call(optimizer: ShardedOptimizer, records: Sequence[ShardedParame
     with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
+        optimizer.step_state.wake_up()
         for record in records:
             record.take_back()
         lines += [f"{call} of {record.common_name}, optimizer {optimizer.shard_group.number}" for record in records]

@@ -51,10 +51,11 @@ class Guard:
         self._model = model
         self.edited: list[ShardedParameter] = []
 
-    def enter(self, call: str, updates: bool = True) -> None:
+    def enter(self, call: str, updates: bool = True, wakes: bool = True) -> None:
         """Raise ``RuntimeError`` for a ``call`` in a backward or in a fork of this process.
 
-        A call that ``updates`` tensors on the device is also refused in inference mode and in a graph's capture.
+        A call that ``updates`` tensors on the device is also refused in inference mode and in a graph's capture. One
+        that ``wakes`` brings back what sleeps on the host.
         """
         progress = self._parameters.shard_groups[0].progress
         if os.getpid() != progress.process:
@@ -80,6 +81,8 @@ class Guard:
                 "which a graph doesn't replay: capture the model's forward and backward, as "
                 "torch.cuda.make_graphed_callables does, and leave the optimizer out"
             )
+        if wakes:
+            self._state.wake_up()
 
     def trouble(self) -> RuntimeError | None:
         """Check param groups and parameters, and return the error that keeps this rank from stepping, or None."""

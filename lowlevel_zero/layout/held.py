@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.storages import tensors_in
 from ..options import ZeroOptions
 from ..sharded_group import ShardedGroup
 
@@ -72,7 +72,7 @@ def memory_held(optimizer: Sharded) -> Held:
         ],
         "gradients": gradients,
         "masters": [record.p32 for record in parameters],
-        "states": [tensor for state in optimizer.optim.state.values() for tensor in state_tensors(state)],
+        "states": list(tensors_in(list(optimizer.optim.state.values()))),
         "bucket_buffers": [buffer for ranks in parameters.shard_groups for buffer in ranks.held()],
     }
     return Held(**held_bytes(owners))
@@ -103,12 +103,3 @@ def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
         held[owner] = sum(size for address, size in storages.items() if address not in seen)
         seen |= storages.keys()
     return held
-
-
-def state_tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors of a state that have memory: of a quantised state, the tensors that its subclass wraps."""
-    for value in state.values():
-        if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
-        elif isinstance(value, Tensor):
-            yield value

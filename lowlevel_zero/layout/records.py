@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ..bookkeeping.bucket_plan import BucketPlan, PlannedBucket
+from ..bookkeeping.storages import tensors_in
 from ..communication.fp8 import encoded_size
 from ..options import ZeroOptions
 from ..partition import Owned, Split, owned_by_rank
 from ..sharded_group import ShardedGroup
-from .held import NOTHING, OF_PARAMETERS, Held, Sharded, state_tensors
+from .held import NOTHING, OF_PARAMETERS, Held, Sharded
 from .text import aligned, counted, dtype_text, in_bytes, ranks_text, shape_text, shares_text
 
 
@@ -262,7 +263,7 @@ def bytes_of(optimizer: Sharded) -> int:
 def _members(optimizer: Sharded, group: ShardedGroup) -> list[ParameterLayout]:
     ranks, found = tuple(group.group.slice_ranks), []
     for record in group.records:
-        states = sum(value.nbytes for value in state_tensors(optimizer.optim.state.get(record.p32, {})))
+        states = sum(value.nbytes for value in tensors_in(optimizer.optim.state.get(record.p32, {})))
         of = (record.name, tuple(record.p.shape), record.p.dtype, record.group, ranks, record.split)
         found.append(parameter_layout(*of, optimizer.options, states))
     return found

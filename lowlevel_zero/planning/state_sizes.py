@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layout.held import state_tensors
-from ..optim.probe import NoProbe, first_states, states_of_shape
+from ..bookkeeping.storages import tensors_in
 from ..optim.quantised import block_size
+from ..optim.trials import NoProbe, first_states, states_of_shape
 from ..partition import ELEMENTWISE
 
 # An optimizer, or what makes one of parameters (a class, a partial), or the name of one of torch's.
@@ -135,4 +135,4 @@ def _terms(sides: Sequence[tuple[int, int]]) -> Tensor:
 def _size(state: Mapping[str, Any]) -> int:
     """Return the bytes of one parameter's state, without bitsandbytes' tables, which parameters share."""
     own = {key: value for key, value in state.items() if not key.startswith("qmap")}
-    return sum(tensor.nbytes for tensor in state_tensors(own))
+    return sum(tensor.nbytes for tensor in tensors_in(own))

@@ -260,6 +260,35 @@ def test_offloaded_rows_travel_through_pinned_memory_and_masters_rest_in_plain()
     over_nccl(work)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_device_s_memory_is_free_while_states_sleep(stage: str) -> None:
+    def train(sleeps: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Blocks().to(DEVICE, torch.bfloat16)
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, **STAGES[stage])
+        elements = sum(p.numel() for p in model.parameters())
+        for step in range(4):
+            x = torch.randn(16, 512, device=DEVICE, dtype=torch.bfloat16)
+            optimizer.backward(model(x))
+            if sleeps:
+                optimizer.offload_states(pinned=step % 2 == 0)
+                assert {p32.device.type for group in optimizer.param_groups for p32 in group["params"]} == {"cpu"}
+            optimizer.step()
+            optimizer.zero_grad()
+            if sleeps:
+                before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                moved = optimizer.offload_states()
+                assert moved >= 12 * elements  # master and two states
+                assert torch.cuda.memory_allocated() <= before - moved
+                assert torch.cuda.memory_reserved() < reserved
+        return [p.detach().clone() for p in model.parameters()]
+
+    def work(rank: int, world_size: int) -> None:
+        torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
+
+    over_nccl(work)
+
+
 def spans(trace: Path, wanted: Callable[[str], bool]) -> list[tuple[float, float]]:
     """Begin and end of the device's work whose name is ``wanted``."""
     events = json.loads(trace.read_text())["traceEvents"]

@@ -82,7 +82,9 @@ AFTERMATHS = [
     Aftermath(("step", "step after synchronize"), Left.UNDEFINED, Others.LATER, Recovery.LOAD),
     Aftermath(("zero_grad",), Left.GRADIENTS, Others.LATER, Recovery.ZERO_GRAD),
     Aftermath(("train", "eval"), Left.UNDEFINED, Others.WAIT, Recovery.RESTART),
-    Aftermath(("get_grad_norm", "verify"), Left.GRADIENTS, Others.LATER, Recovery.ZERO_GRAD),
+    Aftermath(
+        ("get_grad_norm", "verify", "offload_states", "reload_states"), Left.GRADIENTS, Others.LATER, Recovery.ZERO_GRAD
+    ),
     Aftermath(("get_param_grad", "state_dict"), Left.NOTHING, Others.WAIT, Recovery.RESTART),
     Aftermath(("load_state_dict", "load_checkpoint"), Left.UNDEFINED, Others.WAIT, Recovery.RESTART),
     Aftermath(("save_checkpoint",), Left.NO_CHECKPOINT, Others.RAISE, Recovery.AGAIN),

@@ -48,6 +48,8 @@ CALLS: dict[str, Kind] = {
     "clone": Kind("read p.grad"),
     "gradient": Kind("get_param_grad"),
     "verify": Kind("verify", completes=False),
+    "sleep": Kind("offload_states", completes=False),
+    "wake": Kind(),
     "reload": Kind("state_dict", completes=False),
     "keep state": Kind("state_dict", completes=False),
     "load state": Kind("load_state_dict", completes=False),

@@ -106,6 +106,12 @@ LESSONS: dict[str, Lesson] = {
     "looks": Lesson(
         ("model(...)", "backward", "get_param_grad", "verify", "step", "get_grad_norm", "zero_grad"), options=STAGE_2
     ),
+    "asleep": Lesson(
+        ("model(...)", "backward", "offload_states", "step", "offload_states", "reload_states", "zero_grad"),
+        optimizer="adam",
+        options=STAGE_2,
+        carrier="nccl",
+    ),
     "whole states": Lesson(
         ("model(...)", "backward", "state_dict", "step", "zero_grad", "load_state_dict"), carrier="memory"
     ),

@@ -209,6 +209,12 @@ class Rank:
     def verify(self, entry: Entry) -> None:
         self.optimizers[entry.call.of].verify()
 
+    def sleep(self, entry: Entry) -> None:
+        self.optimizers[entry.call.of].offload_states(pinned=False)
+
+    def wake(self, entry: Entry) -> None:
+        self.optimizers[entry.call.of].reload_states()
+
     def reload(self, entry: Entry) -> None:
         optimizer = self.optimizers[entry.call.of]
         optimizer.load_state_dict(optimizer.state_dict())
@@ -384,6 +390,8 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "clone": Rank.clone,
     "gradient": Rank.gradient,
     "verify": Rank.verify,
+    "sleep": Rank.sleep,
+    "wake": Rank.wake,
     "reload": Rank.reload,
     "keep state": Rank.keep_state,
     "load state": Rank.load_state,

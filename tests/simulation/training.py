@@ -266,6 +266,8 @@ CALLS: dict[str, Callable[[Training], Any]] = {
     "get_param_grad": Training.get_param_grad,
     "get_grad_norm": lambda training: training._zero.get_grad_norm(),
     "verify": lambda training: training._zero.verify(),
+    "offload_states": lambda training: training._zero.offload_states(pinned=False),
+    "reload_states": lambda training: training._zero.reload_states(),
     "state_dict": Training.state,
     "load_state_dict": Training.load_state,
     "save_checkpoint": Training.save,

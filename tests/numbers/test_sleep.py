@@ -1,0 +1,315 @@
+"""States that sleep: what a rank holds goes to the host and back, by a simulated device, and no number changes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowlevel_zero import LowLevelZeroOptimizer, optimizer
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.offload import sleep
+from lowlevel_zero.streams import Streams
+from tests.support.numbers import STAGES
+from tests.support.oracle import Run, adamw, build, groups, loss_of, momentum
+from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
+from tests.support.two_devices import DEVICE, HOST, TwoDevices
+
+
+class OfDevice(Streams):
+    """The streams of a device that does everything at once.
+
+    Attributes:
+        released: how often its allocator's cache has been emptied.
+    """
+
+    several = True
+    released = 0
+
+    def release_memory(self) -> None:
+        self.released += 1
+
+
+@contextmanager
+def two_devices() -> Iterator[TwoDevices]:
+    """Have masters, states and gradients be on a device, and what moves say where it goes."""
+    mode, moved = TwoDevices(), sleep._move
+
+    def move(members: Sequence[Tensor], device: torch.device, *args: Any) -> int:
+        to = HOST if {mode.side(each) for each in members} == {DEVICE} else DEVICE
+        before, mode._crossing = mode._crossing, True
+        try:
+            size = moved(members, device, *args)
+        finally:
+            mode._crossing = before
+        for each in members:
+            mode.put(each, to)
+        return size
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "streams_of", lambda devices: OfDevice())
+        patch.setattr(sleep, "_move", move)
+        with mode:
+            yield mode
+
+
+def made(run: Run, mode: TwoDevices) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+    model = build(run)
+    for p in model.parameters():
+        mode.put(p, DEVICE)
+    return model, LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **run.options)
+
+
+def held(zero: LowLevelZeroOptimizer, kind: str) -> list[Tensor]:
+    """What of a kind has elements, and may leave the device."""
+    tensors = sleep.movable([kind], zero.optim, zero.sharded_parameters.records, zero.sharded_groups)
+    return [each for each in tensors if each.numel() and each.dim()]
+
+
+def sides(zero: LowLevelZeroOptimizer, mode: TwoDevices) -> dict[str, set[str | None]]:
+    return {kind: {mode.side(each) for each in held(zero, kind)} for kind in ("masters", "states", "gradients")}
+
+
+SLEEPY = {"masters": {HOST}, "states": {HOST}, "gradients": {HOST}}
+
+
+def call(name: str, zero: LowLevelZeroOptimizer, loss: Callable[[], Tensor]) -> None:
+    {
+        "reload": zero.reload_states,
+        "backward": lambda: zero.backward(loss()),
+        "plain backward": lambda: loss().backward(),
+        "step": zero.step,
+        "zeros": lambda: zero.zero_grad(set_to_none=False),
+        "state_dict": zero.state_dict,
+        "clip": lambda: zero.clip_grad_norm_(1e3),
+        "read": lambda: [p.grad.norm() for g in zero.sharded_parameters.groups for p in g if p.grad is not None],
+    }[name]()
+
+
+WAKING = ("reload", "backward", "plain backward", "step", "zeros", "state_dict", "clip", "read")
+
+
+def calls_of(run: Run) -> list[str]:
+    """Return the calls that wake: those of fp16 without a plain backward, which isn't scaled."""
+    return [name for name in WAKING if name != "plain backward" or run.dtype != torch.float16]
+
+
+def trained(rank: int, world_size: int, run: Run, sleeps: bool) -> dict[str, Tensor]:
+    """Train, and sleep in each step before another call wakes."""
+    with two_devices() as mode:
+        model, zero = made(run, mode)
+        for step in range(run.steps):
+            zero.backward(loss_of(model, run, step, 0, rank))
+            if sleeps and step:
+                assert zero.offload_states(pinned=bool(step % 2), non_blocking=bool(step % 3)) > 0
+                assert sides(zero, mode) == SLEEPY
+                assert {mode.side(p) for p in model.parameters()} == {DEVICE}
+            call(
+                (names := calls_of(run))[step % len(names)], zero, lambda step=step: loss_of(model, run, step, 1, rank)
+            )
+            assert HOST not in set().union(*sides(zero, mode).values())
+            zero.step()
+            zero.zero_grad()
+            if sleeps:
+                zero.offload_states()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_no_call_and_no_number_tells_that_states_have_slept(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, name: str, run: Run) -> None:
+        woken, never = (trained(rank, world_size, run, sleeps) for sleeps in (True, False))
+        assert all(torch.equal(woken[name], never[name]) for name in never)
+
+    common = Run(2, steps=len(WAKING) + 1, dtype=torch.bfloat16, optimizer=adamw, options={"reduce_bucket_size": 50})
+    runs = {
+        f"{stage}, by {split}": common.with_options(**chosen, split=split)
+        for stage, chosen in STAGES.items()
+        for split in ("elements", "parameters")
+    }
+    runs["fp16"] = Run(2, steps=len(WAKING) + 1, dtype=torch.float16, optimizer=momentum).with_options(
+        stage=2, initial_scale=64.0, overlap_allgather=True
+    )
+    for (name, _), ran in run_cases(work, 2, list(runs.items())):
+        with subtests.test(name):
+            ran.values()
+
+
+def a_linear(mode: TwoDevices, **options: Any) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+    """Return a layer and its optimizer, which has states and gradients."""
+    model = nn.Linear(4, 4, dtype=options.pop("dtype", torch.bfloat16))
+    for p in model.parameters():
+        mode.put(p, DEVICE)
+    zero = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, **options)
+    zero.backward(model(torch.ones(2, 4, dtype=model.weight.dtype)).sum())
+    zero.step()
+    return model, zero
+
+
+def test_what_is_included_alone_sleeps(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, kind: str) -> None:
+        with two_devices() as mode:
+            _, zero = a_linear(mode)
+            sizes = {each: sum(t.untyped_storage().nbytes() for t in held(zero, each)) for each in SLEEPY}
+            moved = zero.offload_states(include=[kind])
+            found = sides(zero, mode)
+            assert [each for each in found if found[each] == {HOST}] == [kind] * (kind != "buffers")
+            assert sizes.get(kind, 0) <= moved <= sizes.get(kind, 0) + 32  # and step counts
+            assert zero.streams.released == (kind == "buffers")
+            assert zero.offload_states(include=("masters", "states")) > 0  # wakes the others
+            assert {each for each, at in sides(zero, mode).items() if at == {HOST}} == {"masters", "states"}
+
+    for (kind,), ran in run_cases(work, 2, [(kind,) for kind in sleep.KINDS]):
+        with subtests.test(kind):
+            ran.values()
+
+
+def test_memory_of_the_device_is_let_go_and_gradients_of_a_step_are_forgotten_asleep() -> None:
+    def work(rank: int, world_size: int) -> None:
+        with two_devices() as mode:
+            _, zero = a_linear(mode)
+            storages = [ref(each.untyped_storage()) for kind in SLEEPY for each in held(zero, kind)]
+            zero.offload_states()
+            gc.collect()
+            assert not any(each() for each in storages)
+            zero.zero_grad()
+            assert sides(zero, mode) == {**SLEEPY, "gradients": set()}  # it didn't wake
+            zero.reload_states()
+            assert sides(zero, mode) == {"masters": {DEVICE}, "states": {DEVICE}, "gradients": set()}
+
+    run_ranks(work, 2)
+
+
+def test_masters_that_are_the_parameter_stay_and_with_them_its_memory() -> None:
+    def work(rank: int, world_size: int) -> None:
+        with two_devices() as mode:
+            model, zero = a_linear(mode, dtype=torch.float32)
+            weight = model.weight.detach().clone()
+            zero.offload_states()
+            assert sides(zero, mode) == {**SLEEPY, "masters": set()}
+            assert torch.equal(model.weight, weight)
+            zero.step()
+            assert not torch.equal(model.weight, weight)
+
+    run_ranks(work, 2)
+
+
+def test_experts_sleep_too() -> None:
+    def work(rank: int, world_size: int) -> None:
+        alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+        with two_devices() as mode:
+            model = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(2))
+            for p in model.parameters():
+                mode.put(p, DEVICE)
+            experts = {alone: list(model[1].parameters())}
+            zero = LowLevelZeroOptimizer(adamw(model.parameters()), pg_to_param_list=experts, model=model)
+            for _ in range(2):
+                zero.backward(sum(layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum() for layer in model))
+                zero.offload_states()
+                assert {mode.side(each) for each in held(zero, "gradients")} == {HOST}
+                zero.step()
+                zero.offload_states()
+                assert sides(zero, mode) == SLEEPY
+                zero.zero_grad()
+
+    run_ranks(work, 2)
+
+
+def test_a_checkpoint_is_saved_asleep_as_awake_and_loading_wakes(tmp_path: Any) -> None:
+    def work(rank: int, world_size: int) -> None:
+        with two_devices() as mode:
+            model, zero = a_linear(mode)
+            save_checkpoint(tmp_path / "awake", model, zero)
+            zero.offload_states()
+            save_checkpoint(tmp_path / "asleep", model, zero)
+            after = []
+            for path in ("awake", "asleep"):
+                zero.step()  # by the gradients that the first step has left
+                zero.offload_states()
+                load_checkpoint(tmp_path / path, model, zero)
+                assert HOST not in set().union(*sides(zero, mode).values())
+                zero.step()
+                after.append([each.clone() for kind in ("masters", "states") for each in held(zero, kind)])
+            assert all(map(torch.equal, *after))
+
+    run_ranks(work, 2)
+
+
+def test_on_the_host_there_is_nothing_to_move_and_a_line_tells_that() -> None:
+    def work(rank: int, world_size: int, offload: bool) -> None:
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lowlevel_zero").addHandler(handler)
+        logging.getLogger("lowlevel_zero").setLevel(logging.INFO)
+        with two_devices() if offload else nullcontext(TwoDevices()) as mode:
+            _, zero = a_linear(mode, cpu_offload=offload)
+            assert zero.offload_states() == 0
+        assert "offload_states: what is to be offloaded is on the host already" in told
+
+    for _, ran in run_cases(work, 2, [(True,), (False,)]):
+        ran.values()
+
+
+def test_a_move_that_fails_leaves_everything_as_it_was() -> None:
+    def work(rank: int, world_size: int) -> None:
+        with two_devices() as mode:
+            _, zero = a_linear(mode)
+            before = sides(zero, mode)
+            with pytest.MonkeyPatch.context() as patch:
+                move, moved = sleep._move, []
+
+                def fails_late(members: Any, device: torch.device, *args: Any) -> int:
+                    moved.append(device)
+                    if len(moved) == 3:
+                        raise MemoryError("no pinned memory")
+                    return move(members, device, *args)
+
+                patch.setattr(sleep, "_move", fails_late)
+                with pytest.raises(MemoryError, match="no pinned memory"):
+                    zero.offload_states()
+            assert sides(zero, mode) == before
+            zero.step()
+
+    run_ranks(work, 2)
+
+
+MISUSE: dict[str, tuple[Callable[[LowLevelZeroOptimizer, int], Any], str]] = {
+    "include": (
+        lambda zero, rank: zero.offload_states(include=("masters", "weights")),
+        r"include: expected some of \('masters', 'states', 'gradients', 'buffers'\), got 'weights'",
+    ),
+    "a word": (lambda zero, rank: zero.offload_states(include="masters"), "include: expected some of"),
+    "one rank alone": (
+        lambda zero, rank: zero.step() if rank else zero.offload_states(),
+        "expected the same call on every rank, got .*rank 0 to offload_states.*rank 1 to step",
+    ),
+    "in inference mode": (
+        lambda zero, rank: torch.inference_mode()(zero.offload_states)(),
+        "offload_states: expected it outside of torch.inference_mode",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse_is_refused_and_changes_nothing(case: str) -> None:
+    act, message = MISUSE[case]
+
+    def work(rank: int, world_size: int) -> None:
+        with two_devices() as mode:
+            _, zero = a_linear(mode)
+            before = sides(zero, mode)
+            try:
+                act(zero, rank)
+            finally:
+                assert sides(zero, mode) == before
+
+    for error in run_ranks_expecting(work, 2):
+        assert re.search(message, error.message), error.message
