@@ -39,6 +39,14 @@ class Small(nn.Module):
         self.conv = nn.Conv2d(2, 4, 3)
 
 
+class Wide(nn.Module):
+    """Parameters that are large enough for their states to be quantised, and one that isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.out = nn.Embedding(96, 64), nn.Linear(64, 192), nn.Linear(64, 8)
+
+
 def _block(width: int) -> dict[str, nn.Module]:
     return {
         "norm": nn.LayerNorm(width),
@@ -61,8 +69,10 @@ def cases() -> Iterator[tuple[str, Callable[[nn.Module], Optimizer], type[nn.Mod
     """Yield a name, a maker of an optimizer, a model, and further arguments for the wrapper."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import bitsandbytes
         import pytorch_optimizer
         import schedulefree
+        import torchao.optim
     yield "`torch.optim.AdamW`", partial(_of_parameters, torch.optim.AdamW), Small, {}
     yield "`torch.optim.Adafactor`", partial(_of_parameters, torch.optim.Adafactor), Small, {}
     if hasattr(torch.optim, "Muon"):
@@ -73,12 +83,11 @@ def cases() -> Iterator[tuple[str, Callable[[nn.Module], Optimizer], type[nn.Mod
     mini = partial(pytorch_optimizer.AdamMini, lr=1e-2, num_heads=2)
     yield '`pytorch_optimizer.AdamMini`, `split="parameters"`', mini, Small, {"split": "parameters"}
     yield "`schedulefree.AdamWScheduleFree`", partial(_of_parameters, schedulefree.AdamWScheduleFree), Small, {}
-    yield (
-        '`torch.optim.AdamW`, `split="parameters"`',
-        partial(_of_parameters, torch.optim.AdamW),
-        Small,
-        {"split": "parameters"},
-    )
+    torch.compiler.set_stance("force_eager")  # torchao would compile its step, for minutes
+    for cls in (torch.optim.AdamW, torchao.optim.AdamW8bit, bitsandbytes.optim.AdamW8bit):
+        name, is_small = f"{cls.__module__.partition('.')[0]}.optim.{cls.__name__}", cls is torch.optim.AdamW
+        model = Small if is_small else Wide
+        yield f'`{name}`, `split="parameters"`', partial(_of_parameters, cls), model, {"split": "parameters"}
 
 
 def _of_parameters(cls: Callable[..., Optimizer], model: nn.Module) -> Optimizer:

@@ -234,7 +234,7 @@ class Stepper:
     def _gather(self, part: Part) -> None:
         """Start the gather of the next part, and show sharded gradients again. Communicates."""
         for record in part.records:
-            record.p32.grad = record.slice_handle
+            record.p32.grad = record.slice_handle if record.worked else None
         part.group.gathers.start_gather(part.records)
         assert self.left is not None
         self.left.popleft()  # before an older gather may fail: this one has started
@@ -277,9 +277,15 @@ class Stepper:
         ordered = buckets if self._on_host else buckets[::-1]
         parts = in_parts([(bucket.records[0].kind, bucket.planned.body, bucket) for bucket in ordered])
         return [
-            Part(group, part, [record for bucket in part for record in bucket.records if record.worked])
-            for part in parts
+            *(Part(group, part, [each for bucket in part for each in bucket.records if each.worked]) for part in parts),
+            *(Part(group, [], part) for part in in_parts(self._written_besides(group))),
         ]
+
+    def _written_besides(self, group: ShardedGroup) -> Iterator[tuple[Any, int, ShardedParameter]]:
+        """Yield the parameters without gradients that the optimizer may write, with their kinds and sizes."""
+        unused = [record for record in group.records if not (record.worked or record.is_empty)]
+        if unused and self._owned_step.writes_without_gradients:
+            yield from ((record.kind, record.split.slice_size, record) for record in unused)
 
     def assign_gradients(
         self, bucket: Bucket, factor: float | Tensor, by_optimizer: bool, keeps_sums: bool = False

@@ -57,7 +57,8 @@ def assert_trains_alike(
     """Train over several ranks and in one process, and raise ``AssertionError`` if parameters differ.
 
     The reference is a plain optimizer in one process, on the sum of the ranks' gradients. In some steps some ranks, or
-    all, leave parameters out. Half of the way the state dict and the weights go to a new optimizer and model.
+    all, leave parameters out. Half of the way state dict and weights go to a new optimizer and model, of the reference
+    too: what a class leaves out of its own state dict is lost on both sides.
 
     All ranks of the default process group take part where there is one, or where torchrun has started them. Otherwise
     processes are forked for it, on the CPU. Sums of two fp32 gradients have the bits of one process's: ``tolerance=0``
@@ -137,6 +138,7 @@ def _compare(
         if step == steps // 2:
             sent += sum(traffic_of(sharded.optimizer).values())
             sharded = _resumed(sharded, _sharded(make_optimizer, make_model, options))
+            plain = _resumed(plain, _made(make_optimizer, make_model))
         _step_alone(plain, [loss(plain.model, step, of) for of in range(ranks)])
         sharded.optimizer.backward(loss(sharded.model, step, rank))
         sharded.optimizer.step()

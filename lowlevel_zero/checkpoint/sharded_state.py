@@ -13,8 +13,8 @@ from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from ..bookkeeping.storages import flat_in_memory_order
 from ..loss_scaler import check_loss_scale
-from ..optim.probe import NoProbe, states_of_shape
 from ..optim.quantised import block_size, is_scale, quantised_state, scales_of, stored_state
+from ..optim.trials import NoProbe, states_of_shape
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import WholeSplit
 from ..sharded_group import ShardedGroup
@@ -23,12 +23,14 @@ from ..state.global_names import from_all_ranks, of_all_ranks
 from ..state.loading import (
     CLASS,
     MASTER,
+    OTHERS,
     TRIED,
     State,
     add_sample,
     check_class,
     load_scale,
     load_slices,
+    states_of_no_parameter,
     takes_master,
 )
 from ..state.nested import flattened, nested
@@ -186,6 +188,7 @@ class ShardedState:
             "plan": None if shared is None else self._plan_of(shared),
             "other_plans": self._other_plans,
             "states": {name: others for name, others in self._others.items() if others},
+            **({OTHERS: others} if (others := states_of_no_parameter(self._optim)) else {}),
         }
 
     def _plan_of(self, group: ShardedGroup) -> State | None:
@@ -205,7 +208,8 @@ class ShardedState:
                     saved.read(flat[key], name, key)
                 elif key != MASTER:
                     room = torch.zeros((), dtype=like.dtype, device=record.p32.device)
-                    flat[key] = room.expand(record.p32.shape if record.split.owner is None else like.shape)
+                    of_elements = record.split.owner is None or is_scale(key, states)
+                    flat[key] = room.expand(record.p32.shape if of_elements else like.shape)
             found[record] = _as_held(flat, record)
         return found
 
@@ -344,7 +348,14 @@ class ShardedState:
         """
         held = ((record, self._optim.state.get(record.p32, {})) for record in self._records.values())
         self._former = {record: dict(state) for record, state in held if record.owns_some}
-        load_slices(self._optim, self._optimizer.sharded_parameters, settings["param_groups"], slices, undo)
+        load_slices(
+            self._optim,
+            self._optimizer.sharded_parameters,
+            settings["param_groups"],
+            slices,
+            settings.get(OTHERS, {}),
+            undo,
+        )
 
     def load_progress(self, settings: Mapping[str, Any]) -> None:
         """Load the loss scale and the bucket plans. Gradients must have been cleared."""

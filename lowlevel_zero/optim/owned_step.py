@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from .probe import needs_a_parameter
+from .splits import is_elementwise
+from .trials import needs_a_parameter, writes_without_gradients
 
 
 class OwnedStep:
@@ -26,6 +27,7 @@ class OwnedStep:
     def __init__(self, optim: Optimizer) -> None:
         self._optim = optim
         self._needs_a_parameter: bool | None = None  # None: no group was empty so far
+        self._writes_without_gradients: bool | None = None  # None: each parameter has had one so far
 
     def __call__(self, records: Iterable[ShardedParameter]) -> None:
         """Step the parameters that this rank owns, among all ``records`` of the optimizer. Doesn't communicate."""
@@ -46,6 +48,14 @@ class OwnedStep:
                 group["params"] = members
             for each in stand_ins:
                 self._optim.state.pop(each, None)
+
+    @property
+    def writes_without_gradients(self) -> bool:
+        """Whether the optimizer may write parameters that no rank has a gradient for; the same on all ranks."""
+        if self._writes_without_gradients is None:
+            skips = is_elementwise(self._optim) or type(self._optim).__module__.startswith("torch.optim")
+            self._writes_without_gradients = not skips and writes_without_gradients(self._optim)
+        return self._writes_without_gradients
 
     def _fails_on_nothing(self) -> bool:
         if self._needs_a_parameter is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..partition import EvenSplit
-from .probe import full_name
+from .trials import full_name
 
 _TORCHAO = re.compile(r"torchao\.optim\.adam\.AdamW?8bit")
 _BITSANDBYTES = re.compile(r"bitsandbytes\.optim\.\w+\.(Paged)?(Adam|AdamW|Adagrad|Lion|RMSprop|SGD)(8bit|32bit)?")
@@ -127,7 +127,7 @@ def _of_elements(key: str, value: Any, stored: State, block: int) -> Any:
     if not is_scale(key, stored):
         return value
     codes = stored["state" + key.removeprefix("absmax") if key.startswith("absmax") else key[: -len(_SCALE)] + _CODES]
-    return scales_of(value, block, 0, codes.numel())
+    return scales_of(value, block, 0, codes.numel()).view(codes.shape)
 
 
 def scales_of(scales: Tensor, block: int, start: int, numel: int) -> Tensor:
@@ -154,7 +154,7 @@ def _torchao_state(optimizer: Any, p32: Tensor, state: State) -> State:
         if key.endswith(_CODES):
             held = optimizer._subclass_zeros(p32, name == "exp_avg", optimizer.block_size)
             held.codes.copy_(value)
-            held.scale.copy_(state[name + _SCALE][:: optimizer.block_size])
+            held.scale.copy_(state[name + _SCALE].flatten()[:: optimizer.block_size])
             found[name] = held if _quantises(optimizer, p32) else held.dequantize()
         elif not key.endswith(_SCALE):
             found[key] = value
@@ -178,5 +178,5 @@ def _bnb_state(optimizer: Any, state: State) -> State:
         else:
             zero = qmap.abs().argmin().to(codes.dtype)  # of padding, which counts in its block
             found["state" + number] = torch.where(scale == 0, zero, codes)
-            found[key], found["qmap" + number] = scale[::_BLOCK].contiguous(), qmap
+            found[key], found["qmap" + number] = scale.flatten()[::_BLOCK].contiguous(), qmap
     return found

@@ -8,6 +8,7 @@ Some classes are known by name; any other is probed.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,9 @@ from ..options import SPLIT, Cost, ZeroOptions
 from ..partition import BY_ELEMENTS, BY_PARAMETERS, ELEMENTWISE, Choice
 from .costs import ORTHOGONALISING, costs_of
 from .overrides import check_overrides
-from .probe import full_name, probe_elements, probe_parameters
+from .probe import probe_elements, probe_parameters
 from .quantised import check_unstepped, is_known
+from .trials import full_name
 
 # Elementwise classes of others, by their full names: they hold compiled kernels, which a probe can't make again.
 _ELSEWHERE = {
@@ -66,6 +68,8 @@ _LISTED = (
         "it estimates its step size from sums over the whole model",
         by_parameters=False,
     ),
+    # Decay is so small that a probe hardly sees it.
+    _Listed("adams", "it divides weight decay by a mean over the whole model", by_parameters=False),
     # A probe is too short to see it switch.
     _Listed("swats", "it switches all parameters to SGD late in a run, at a rate taken from them", by_parameters=False),
     _Listed(
@@ -140,6 +144,7 @@ def choose_splits(
     listed = _listed(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         listed = _Listed("", "it is differentiable=True, and no autograd graph leads to the model", never=True)
+    listed = _listed_by_methods(optimizer) or listed
     if listed is not None and listed.never:
         raise TypeError(f"{full_name(optimizer)} cannot be sharded: {listed.reason}. Use {listed.remedy}.")
     if parameters is None:
@@ -148,8 +153,13 @@ def choose_splits(
     return [split or found for split in asked]
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether the class of ``optimizer`` is known to treat each element by itself, and to skip unused ones."""
+    return type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE or is_known(optimizer)
+
+
 def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) -> str:
-    if type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE or is_known(optimizer):
+    if is_elementwise(optimizer):
         return BY_ELEMENTS
     by_elements = listed.reason if listed else probe_elements(optimizer)
     if by_elements is None:
@@ -165,6 +175,20 @@ def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) ->
         "split='parameters' if you know that it steps each element, or each parameter, by itself, or accept that it "
         "trains differently"
     )
+
+
+def _listed_by_methods(optimizer: Optimizer) -> _Listed | None:
+    """Return why a class can't be sharded that needs a closure, or keeps states where state dicts don't look."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        reason = "its step needs a closure, which may run backwards whose gradients aren't summed over the ranks"
+        return _Listed("", reason, never=True)
+    wrapped = next((each for each in vars(optimizer).values() if isinstance(each, Optimizer)), None)
+    own = type(optimizer).state_dict is not Optimizer.state_dict
+    if own and wrapped is not None and wrapped.state is not optimizer.state:
+        reason = f"it wraps another optimizer, {type(wrapped).__name__}, whose states its own state dict alone has"
+        return _Listed("", reason, never=True)
+    return None
 
 
 def _listed(optimizer: Optimizer) -> _Listed | None:

@@ -17,8 +17,8 @@ from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
 from ..loss_scaler import LossScaler
-from ..optim.probe import missing_in
 from ..optim.quantised import block_size, quantised_state
+from ..optim.trials import missing_in
 from .values import Slice, whole_slices
 
 _log = logging.getLogger("lowlevel_zero")
@@ -30,6 +30,7 @@ OTHER_PLANS = "other_plans"
 # Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
 # say so counts as without fp8: a model trained elsewhere may have many numbers that fp8 can hold, by chance.
 FP8 = "fp8"
+OTHERS = "others"  # states of no parameter
 CLASS = "class"  # the name of the wrapped optimizer's
 TRIED = 7  # elements of a parameter that is tried: a state is unlikely to have 7 for another reason
 
@@ -55,23 +56,30 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
     undo.pop_all()
 
 
+def states_of_no_parameter(optim: Optimizer) -> State:
+    """Return what an optimizer keeps among its states under other keys than parameters, as a count of all steps."""
+    return {str(key): value for key, value in optim.state.items() if not isinstance(key, Tensor)}
+
+
 def load_slices(
     optim: Optimizer,
     parameters: ParameterStore,
     param_groups: Sequence[Mapping[str, Any]],
     states: Mapping[ShardedParameter, State],
+    others: Mapping[str, Any],
     undo: ExitStack,
 ) -> None:
     """Load states of slices, except masters, by the ``load_state_dict`` of ``optim``, which casts them.
 
-    ``undo`` gets a callback that restores the former states and groups, since hooks of the caller may raise.
+    ``others`` are states of no parameter. ``undo`` gets a callback that restores the former states and groups, since
+    hooks of the caller may raise.
     """
     place = {p32: at for at, p32 in enumerate(p32 for group in optim.param_groups for p32 in group["params"])}
     groups = [
         {**saved, "params": [place[p32] for p32 in held["params"]]}
         for saved, held in zip(param_groups, optim.param_groups, strict=True)
     ]
-    state: dict[int, State] = {}
+    state: dict[Any, Any] = copy.deepcopy(dict(others))
     for p32, at in place.items():
         of_slice = {key: v for key, v in states.get(parameters[p32], {}).items() if key != MASTER}
         if of_slice:

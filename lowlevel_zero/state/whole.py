@@ -6,12 +6,13 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import keystr, tree_map, tree_map_with_path
 
 from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.module_names import parameter_names
@@ -35,6 +36,7 @@ from .loading import (
     load_scale,
     load_slices,
     restore_masters,
+    states_of_no_parameter,
     warn_of_lost_states,
 )
 from .values import Slice, is_slice, slice_state, told_states, whole_slices
@@ -129,7 +131,8 @@ class WholeState(NamedTuple):
                 piece, held = {}, 0.0
             piece[place] = whole
             held += size
-        yield piece, held
+        others = tree_map(_on_host, states_of_no_parameter(optim))
+        yield piece | others, held
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state dict into slices, plain torch's or ``state_dict``'s. Communicates: every rank calls it.
@@ -176,13 +179,18 @@ class WholeState(NamedTuple):
         """
         parameters, loss_scale = self.parameters, extras.get("loss_scale")
         slices: dict[ShardedParameter, State] = {}
+        others: State = {}
         lost: list[str] = []
         samples: dict[int, State] = {}
         with all_or_nothing(parameters.shard_groups[0], _DOING) as undo:
             if loss_scale is not None:
                 check_loss_scale(loss_scale)
             places = _parameters_by_place(parameters, param_groups)
-            for place, state in ((int(place), state) for shard in shards for place, state in shard.items()):
+            for key, state in chain.from_iterable(shard.items() for shard in shards):
+                if not str(key).isdigit():
+                    others[key] = state
+                    continue
+                place = int(key)
                 record = parameters.find(places[place]) if place in places else None
                 if record is not None:
                     _check_shapes(state, record)
@@ -193,7 +201,7 @@ class WholeState(NamedTuple):
                 elif state and place in places:
                     lost.append(parameter_names(parameters.groups, self.model)[places[place]])
             check_class(self.optim, extras.get(CLASS), param_groups, samples)
-            load_slices(self.optim, parameters, param_groups, slices, undo)
+            load_slices(self.optim, parameters, param_groups, slices, others, undo)
         load_scale(self.scaler, loss_scale)
         restore_masters(parameters, slices, extras.get(FP8, False))
         warn_of_lost_states(parameters.shard_groups[0], lost)
@@ -243,10 +251,14 @@ def _whole_state(
             if not keep:
                 return None
             return gathered.detach().cpu() if pinned is None else _into_pinned(pinned, name, gathered)
-        return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        return _on_host(value)
 
     whole: State = tree_map_with_path(whole_value, dict(state))
     return whole if keep else {}, size
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
@@ -262,6 +274,9 @@ def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
     for at, group in enumerate(state_dict["param_groups"]):
         yield f"group {at} of {len(group['params'])} parameters"
     for place, state in state_dict["state"].items():
+        if not isinstance(state, Mapping):
+            yield f"state {place}"
+            continue
         values = (f"{key} {tuple(value.shape) if isinstance(value, Tensor) else ''}" for key, value in state.items())
         yield f"state of parameter {place}: {', '.join(values)}"
 

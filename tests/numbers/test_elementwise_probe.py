@@ -214,18 +214,12 @@ class Explodes(Stranger):
         return g / 0
 
 
-class NeedsClosure(Stranger):
-    def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
-        closure()
-
-
 @pytest.mark.parametrize(
     ("cls", "told"),
     [
         (Raises, "ZeroDivisionError: the moon is full"),
         (Rests, "hardly moved"),
         (Explodes, "infinite or NaN"),
-        (NeedsClosure, "closure"),
     ],
 )
 def test_what_cannot_be_tried(cls: type[Stranger], told: str) -> None:

@@ -20,7 +20,6 @@ ACCEPTED = (
     "AdaBelief",
     "AdaBound",
     "AdamG",
-    "AdamS",
     "Adan",
     "AggMo",
     "DiffGrad",
@@ -32,7 +31,7 @@ ACCEPTED = (
 # Their steps depend on other elements, which shows for some gradients, or late in a run, or for some settings.
 WHOLE = ("AdaTAM", "AdamP", "SGDP", "StableAdamW")
 # On other parameters, or on random numbers.
-REFUSED = ("ASGD", "Adai", "Kron", "Prodigy", "SWATS")
+REFUSED = ("ASGD", "AdamS", "Adai", "Kron", "Prodigy", "SWATS")
 
 
 def make(name: str, params: Sequence[Tensor], **options: Any) -> Any:

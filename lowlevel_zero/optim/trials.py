@@ -1,0 +1,251 @@
+"""Trials: fresh optimizers of a class step small parameters, which tells what a step needs and what it leaves.
+
+They are made by the class's constructor, with the options that the optimizer has recorded. The optimizer itself, and
+random number generators, stay unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Options: TypeAlias = dict[str, Any]
+
+LARGE = (16, 12, 5, 4, 3, 2)  # a shape of as many dimensions as a parameter has
+_LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
+_AHEAD = 10**5  # steps: some classes change their rule after so many
+_STEPS_WITHOUT = 14  # of which the last have no gradient: slow weights are updated in every fifth step, or tenth
+
+
+class NoProbe(Exception):
+    """Raised if no second optimizer of the class can be made, or if its steps prove nothing."""
+
+
+def full_name(optimizer: Optimizer) -> str:
+    """Return the class's module and name, without private modules, from which torch moves classes."""
+    cls = type(optimizer)
+    return re.sub(r"\._[a-z]\w*\.", ".", f"{cls.__module__}.{cls.__qualname__}")
+
+
+def first_states(
+    optimizer: Optimizer,
+    numel: int,
+    dtype: torch.dtype | None = None,
+    make: Callable[[list[Tensor]], Optimizer] | None = None,
+) -> list[Options]:
+    """Return the state that a flat parameter of ``numel`` elements gets in its first step, for each param group.
+
+    The parameter is one of ``dtype`` on the host; None: one like the group's first. It is a matrix of one row where the
+    class takes no other. ``optimizer`` stays unchanged. ``make``: makes another; None: its class's constructor.
+
+    Raises:
+        NoProbe: no other optimizer of the class could be made.
+    """
+    try:
+        return states_of_shape(optimizer, (numel,), dtype, make)
+    except NoProbe:
+        return states_of_shape(optimizer, (1, numel), dtype, make)
+
+
+def states_of_shape(
+    optimizer: Optimizer,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    make: Callable[[list[Tensor]], Optimizer] | None = None,
+) -> list[Options]:
+    """Return the state that a parameter of this ``shape`` gets in its first step; else as ``first_states``."""
+    with undisturbed():
+        params: list[Tensor] = [
+            torch.nn.Parameter(_zeros(shape, dtype, group["params"])) for group in optimizer.param_groups
+        ]
+        options = [own_options(group) for group in optimizer.param_groups]
+        other = make(params) if make else fresh(optimizer, options, [[p] for p in params])
+        step(other, params, map(torch.zeros_like, params))
+        return [other.state.get(p, {}) for p in params]
+
+
+def missing_in(
+    optimizer: Optimizer, numel: int, groups: Sequence[Mapping[str, Any]], states: Mapping[int, Options]
+) -> str | None:
+    """Return the key that a fresh optimizer lacks to step with these saved ``groups`` and ``states``, or None.
+
+    None: nothing, or it could not be tried. ``states`` are those of one parameter of ``numel`` elements in each group
+    that has one.
+    """
+    try:
+        with undisturbed():
+            params: list[Tensor] = [torch.nn.Parameter(torch.zeros(numel, device="cpu")) for _ in groups]
+            options = [own_options(group) for group in optimizer.param_groups]
+            other = fresh(optimizer, options, [[p] for p in params])
+            step(other, params, map(torch.zeros_like, params))
+            saved = [{**own_options(group), "params": [at]} for at, group in enumerate(groups)]
+            try:
+                other.load_state_dict({"state": dict(states), "param_groups": saved})
+                step(other, params, map(torch.zeros_like, params))
+            except KeyError as missing:
+                return str(missing)
+    except NoProbe:
+        pass
+    return None
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Tensor]) -> Tensor:
+    return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def needs_a_parameter(optimizer: Optimizer) -> bool:
+    """Return whether a fresh optimizer of this class fails to step empty param groups; False if none can be made."""
+    try:
+        with undisturbed():
+            options = [own_options(group) for group in optimizer.param_groups]
+            matrix = torch.zeros(LARGE[:2], device="cpu")
+            other = fresh(optimizer, options, [[torch.nn.Parameter(matrix)] for _ in options])
+            for group in other.param_groups:
+                group["params"] = []
+            with suppress(Exception):  # whatever the class raises
+                other.step()
+                return False
+            return True
+    except NoProbe:
+        return False
+
+
+def writes_without_gradients(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer``'s class writes parameters that have no gradient, as slow weights are written.
+
+    True where it can't be tried.
+    """
+    try:
+        with undisturbed():
+            torch.manual_seed(0)
+            options = [own_options(group) for group in optimizer.param_groups]
+            pairs = [[torch.nn.Parameter(torch.randn(LARGE[:2])) for _ in range(2)] for _ in options]
+            other = fresh(optimizer, options, pairs)
+            params = [p for pair in pairs for p in pair]
+            for number in range(_STEPS_WITHOUT):
+                if number == 2:
+                    before = [p.detach().clone() for p in params]
+                used = [number < 2 or not at % 2 for at in range(len(params))]
+                step(other, params, [torch.randn_like(p) if of else None for p, of in zip(params, used, strict=True)])
+            return any(not torch.equal(p, old) for p, old in zip(params[1::2], before[1::2], strict=True))
+    except NoProbe:
+        return True
+
+
+# ---- later steps of a run ----
+
+
+def counters(optimizer: Optimizer) -> dict[tuple[int, Any], float]:
+    """Return the numbers that an optimizer keeps, by what holds them and under which key."""
+    return {(id(holder), key): float(value) for holder, key, value in _numbers(optimizer)}
+
+
+def skip_ahead(optimizer: Optimizer, before: Mapping[tuple[int, Any], float]) -> None:
+    """Add ``_AHEAD`` to whatever has gone up by one since ``before``, a step ago: it counts steps."""
+    for holder, key, value in list(_numbers(optimizer)):
+        if float(value) == before.get((id(holder), key), value) + 1:
+            holder[key] = value + _AHEAD
+
+
+def _numbers(optimizer: Optimizer) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    holders: list[dict[Any, Any]] = [vars(optimizer), optimizer.state, *optimizer.param_groups, *states]
+    for holder in holders:
+        for key, value in holder.items():
+            if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0):
+                yield holder, key, value
+
+
+# ---- another optimizer of the class ----
+
+
+def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """Make a new optimizer of the same class over ``params``, and return it; each group gets its ``options``.
+
+    The constructor's arguments are looked up by name among the defaults and the attributes. An argument that is found
+    in neither takes its default. The first one are the groups, or another optimizer over them, which ``optimizer``
+    wraps.
+    """
+    recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
+    arguments = list(inspect.signature(type(optimizer)).parameters.values())
+    named = {each.name: each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    first = "params" if "params" in named else next(iter(named))
+    named.pop(first)
+    unknown = [name for name, each in named.items() if name not in recorded and each.default is each.empty]
+    if unknown:
+        raise NoProbe(f"its constructor got {', '.join(unknown)}, which neither its defaults nor its attributes record")
+    names = [name for name in named if name in recorded]
+    if any(each.kind is each.VAR_KEYWORD for each in arguments):
+        names += [name for name in optimizer.defaults if name not in names]
+    wrapped = recorded.get(first)
+    groups: Any = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
+    if isinstance(wrapped, Optimizer):
+        groups = fresh(wrapped, options, params)
+    made = type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
+    train = getattr(made, "train", None)
+    if callable(train):  # schedule-free ones step in that mode alone
+        train()
+    return made
+
+
+def _copied(name: str, value: Any) -> Any:
+    """Return a copy of an option; raises ``NoProbe`` for objects that must not be copied."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().cpu().clone()
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(_copied(name, item) for item in value)
+    plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+    if plain or (callable(value) and not isinstance(value, torch.nn.Module)):
+        return value
+    raise NoProbe(f"its option {name} is a {type(value).__name__}, which a probe does not copy")
+
+
+def own_options(group: Mapping[str, Any]) -> Options:
+    return {name: _copied(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def options_to_try(optimizer: Optimizer) -> list[Options]:
+    """Return one param group's options for each kind: groups that differ only in numbers count as one."""
+    kinds: dict[str, Options] = {}
+    for group in map(own_options, optimizer.param_groups):
+        if "lr" in group:
+            group["lr"] = 0 * group["lr"] + _LR  # a tensor, where it is one
+        kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in group.items()}
+        kinds.setdefault(repr(sorted(kind.items())), group)
+    return list(kinds.values())
+
+
+def step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = None if grad is None else grad.clone()  # some optimizers write into it
+    optimizer.step()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run the body without effect on random number generators, and turn its exceptions into ``NoProbe``.
+
+    Whatever another's class raises in it is a ``NoProbe``. Steps that their class compiles, which takes minutes, run as
+    they are written; torch before 2.6 compiles them.
+    """
+    python_state = random.getstate()
+    stance = getattr(torch.compiler, "set_stance", lambda _: nullcontext())
+    try:
+        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"):
+            warnings.simplefilter("ignore")
+            yield
+    except NoProbe:
+        raise
+    except Exception as error:  # whatever another's class raises
+        raise NoProbe(f"{type(error).__name__}: {error}") from error
+    finally:
+        random.setstate(python_state)

@@ -1,0 +1,292 @@
+"""Optimizers of unusual habits: each trains over several ranks as in one process, or is refused by what differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.optim.splits import choose_splits
+from lowlevel_zero.testing import assert_trains_alike
+from tests.support.ranks import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Rule(Optimizer):
+    """Steps each parameter that has a gradient by a rule of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.begin()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(group["lr"] * self.update(p, p.grad, self.state[p]))
+
+    def begin(self) -> None:
+        """Do what is done once a step."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class Slow(Rule):
+    """Draws parameters to slow weights in every third step, those without a gradient too."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if group["count"] % 3 == 0:
+                    slow.lerp_(p, 0.5)
+                    p.data.copy_(slow)
+
+
+class SlowByNorms(Slow):
+    """The same, of updates that depend on the whole parameter."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient / (gradient.norm() + 1e-6)
+
+
+class Around(Slow):
+    """The same around another optimizer, whose groups it has."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        Optimizer.__init__(self, inner.param_groups, inner.defaults)
+        self.param_groups = inner.param_groups
+
+    def begin(self) -> None:
+        self.inner.step()
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return torch.zeros_like(p)
+
+
+class Late(Rule):
+    """Divides by the whole gradient's norm from its 51st step on."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        state["seen"] = state.get("seen", 0) + 1
+        return gradient.sign() if state["seen"] <= 50 else gradient / gradient.norm()
+
+
+class LateByItself(Late):
+    """The same, by a count of its own."""
+
+    count = 0
+
+    def begin(self) -> None:
+        self.count += 1
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign() if self.count <= 50 else gradient / gradient.norm()
+
+
+class Counting(Rule):
+    """Keeps one count of all steps among the states, for all parameters."""
+
+    def begin(self) -> None:
+        self.state["count"] = self.state.get("count", 0) + 1
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient / self.state["count"]
+
+
+class CountingNorms(Counting):
+    """The same, of updates that depend on the whole parameter."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient / gradient.norm() / self.state["count"]
+
+
+class ByPlace(Rule):
+    """Keeps momenta in a list of its own, by the parameter's place."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.momenta: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        self.place_of = {id(p): at for at, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        momentum = self.momenta.setdefault(self.place_of[id(p)], torch.zeros_like(p)).mul_(0.9).add_(gradient)
+        return momentum / (momentum.norm() + 1e-6)
+
+
+class ByDimensions(Rule):
+    """Orthogonalises matrices, and decays nothing else than these."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        if p.dim() != 2:
+            return gradient.sign()
+        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+        return left @ right + 0.1 * p
+
+
+class AllAtOnce(Rule):
+    """Scales all gradients in one call, each by its own norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            some = [p for p in group["params"] if p.grad is not None]
+            norms = torch.stack(torch._foreach_norm([p.grad for p in some])).clamp(min=1e-6)
+            torch._foreach_add_(some, torch._foreach_div([p.grad for p in some], [*norms.unbind()]), alpha=-0.05)
+
+
+def over_parameters(cls: Callable[..., Optimizer]) -> Callable[[nn.Module], Optimizer]:
+    return lambda model: cls(model.parameters())
+
+
+ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
+    "slow weights": (over_parameters(Slow), "elements", 12),
+    "slow weights by norms": (over_parameters(SlowByNorms), "parameters", 12),
+    "slow weights around another": (lambda m: Around(SGD(m.parameters(), lr=0.05, momentum=0.9)), "elements", 12),
+    "another rule later": (over_parameters(Late), "parameters", 120),
+    "another rule later, by its own count": (over_parameters(LateByItself), "parameters", 120),
+    "a count among states": (over_parameters(Counting), "elements", 8),
+    "a count among states, by norms": (over_parameters(CountingNorms), "parameters", 8),
+    "momenta by place": (over_parameters(ByPlace), "parameters", 8),
+    "by dimensions": (over_parameters(ByDimensions), "parameters", 8),
+    "all at once": (over_parameters(AllAtOnce), "parameters", 8),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_it_trains_as_in_one_process(case: str) -> None:
+    make, split, steps = ALIKE[case]
+    assert choose_splits(make(Net())) == [split]
+    assert_trains_alike(make, Net, steps, tolerance=0, stage=2)
+
+
+class OfTheFirst(Rule):
+    """Keeps the count of all steps with the first parameter."""
+
+    def begin(self) -> None:
+        self.first = self.state[self.param_groups[0]["params"][0]]
+        self.first["count"] = self.first.get("count", 0) + 1
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient / gradient.norm() / self.first["count"]
+
+
+class Sharpness(Rule):
+    """Needs a closure."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+class WithItsOwnStateDict(Around):
+    """Has the inner optimizer's states in a state dict of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+
+class TogetherSeldom(Rule):
+    """Clips by the norm over all gradients, where that is large."""
+
+    def begin(self) -> None:
+        norms = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.norm = torch.stack(norms or [torch.ones(())]).norm()
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign() * (1e4 / self.norm).clamp(max=1.0)
+
+
+class Stochastic(Rule):
+    """Rounds at random."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return torch.round(64 * gradient + torch.rand_like(p)) / 64
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
+    "a state with the first": (over_parameters(OfTheFirst), "keeps a state with one parameter that others .* lack"),
+    "a closure": (over_parameters(Sharpness), "its step needs a closure"),
+    "states in another": (
+        lambda model: WithItsOwnStateDict(SGD(model.parameters(), lr=0.05)),
+        "it wraps another optimizer, SGD, whose states its own state dict alone has",
+    ),
+    "a norm over all": (over_parameters(TogetherSeldom), "its updates depend on other parameters"),
+    "random numbers": (over_parameters(Stochastic), "random numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_by_what_differs(case: str) -> None:
+    make, reason = REFUSED[case]
+    with pytest.raises(TypeError, match=f"cannot be sharded: .*{reason}"):
+        choose_splits(make(Net()))
+
+
+@pytest.mark.parametrize("cls", [Counting, CountingNorms])
+def test_a_count_among_states_goes_on_at_another_number_of_ranks(tmp_path: Path, cls: Callable[..., Optimizer]) -> None:
+    def work(rank: int, world_size: int, steps: int) -> dict[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = LowLevelZeroOptimizer(cls(model.parameters()), model=model)
+        if (tmp_path / "a").exists():
+            load_checkpoint(tmp_path / "a", model, optimizer)
+        for _ in range(steps):
+            optimizer.backward(model(torch.ones(1, 4)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not (tmp_path / "a").exists():
+            save_checkpoint(tmp_path / "a", model, optimizer)
+        return {"count": optimizer.state_dict()["state"]["count"], "weight": model.weight.detach().clone()}
+
+    straight = run_ranks(work, 1, 5)[0]
+    (tmp_path / "a").rename(tmp_path / "of the straight run")
+    assert [each["count"] for each in run_ranks(work, 2, 3)] == [3, 3]
+    for each in run_ranks(work, 3, 2):
+        assert each["count"] == 5
+        torch.testing.assert_close(each["weight"], straight["weight"])
+
+
+def test_a_count_among_states_is_in_plain_torch_s_state_dicts() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model, alone = nn.Linear(4, 3), nn.Linear(4, 3)
+        optimizer, plain = (
+            LowLevelZeroOptimizer(Counting(model.parameters()), model=model),
+            Counting(alone.parameters()),
+        )
+        for each, of in ((optimizer, model), (plain, alone)):
+            of(torch.ones(1, 4)).sum().backward()
+            each.step()
+        plain.load_state_dict(optimizer.state_dict())
+        plain.state["count"] = 7
+        optimizer.load_state_dict(plain.state_dict())
+        assert optimizer.state["count"] == 7
+        assert re.search("'count': 7", str(optimizer.state_dict()["state"]))
+
+    run_ranks(work, 2)
