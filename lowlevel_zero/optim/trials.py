@@ -23,7 +23,9 @@ Options: TypeAlias = dict[str, Any]
 LARGE = (16, 12, 5, 4, 3, 2)  # a shape of as many dimensions as a parameter has
 _LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
 _AHEAD = 10**5  # steps: some classes change their rule after so many
-_STEPS_WITHOUT = 14  # of which the last have no gradient: slow weights are updated in every fifth step, or tenth
+# Steps with gradients, and then without. Slow weights are updated in every second to tenth step, and some are made in
+# the first of these.
+_USED, _UNUSED = 11, 10
 
 
 class NoProbe(Exception):
@@ -131,10 +133,10 @@ def writes_without_gradients(optimizer: Optimizer) -> bool:
             pairs = [[torch.nn.Parameter(torch.randn(LARGE[:2])) for _ in range(2)] for _ in options]
             other = fresh(optimizer, options, pairs)
             params = [p for pair in pairs for p in pair]
-            for number in range(_STEPS_WITHOUT):
-                if number == 2:
+            for number in range(_USED + _UNUSED):
+                if number == _USED:
                     before = [p.detach().clone() for p in params]
-                used = [number < 2 or not at % 2 for at in range(len(params))]
+                used = [number < _USED or not at % 2 for at in range(len(params))]
                 step(other, params, [torch.randn_like(p) if of else None for p, of in zip(params, used, strict=True)])
             return any(not torch.equal(p, old) for p, old in zip(params[1::2], before[1::2], strict=True))
     except NoProbe:

@@ -66,6 +66,24 @@ class Slow(Rule):
                     p.data.copy_(slow)
 
 
+class SlowFromTheSecondStep(Rule):
+    """Makes slow weights when it needs them first, in its second step, and draws parameters to them in every second."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"] if self.count % 2 == 0):
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign()
+
+
 class SlowByNorms(Slow):
     """The same, of updates that depend on the whole parameter."""
 
@@ -167,6 +185,7 @@ def over_parameters(cls: Callable[..., Optimizer]) -> Callable[[nn.Module], Opti
 
 ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "slow weights": (over_parameters(Slow), "elements", 12),
+    "slow weights that are made late": (over_parameters(SlowFromTheSecondStep), "elements", 12),
     "slow weights by norms": (over_parameters(SlowByNorms), "parameters", 12),
     "slow weights around another": (lambda m: Around(SGD(m.parameters(), lr=0.05, momentum=0.9)), "elements", 12),
     "another rule later": (over_parameters(Late), "parameters", 120),

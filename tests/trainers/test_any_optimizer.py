@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.any_optimizer import HEAD, cases, line, row
+from lowlevel_zero.testing import assert_trains_alike
 
 PAGE = Path(__file__).parents[2] / "docs" / "any-optimizer.md"
 
@@ -22,3 +23,14 @@ def test_the_table_of_the_page_is_what_comes_out(case: tuple[Any, ...]) -> None:
 def test_the_table_has_nothing_else() -> None:
     rows = [each for each in PAGE.read_text().splitlines() if each.startswith("| `")]
     assert len(rows) == len(list(cases()))
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("case", list(cases()), ids=[name for name, *_ in cases()])
+def test_more_ranks_train_alike_in_both_stages(case: tuple[Any, ...], world_size: int, stage: int) -> None:
+    """To the rounding of sums of three gradients and more, which some of these optimizers enlarge."""
+    _, make, model, options = case
+    assert_trains_alike(make, model, 12, tolerance=1e-2, world_size=world_size, stage=stage, **options)

@@ -426,3 +426,49 @@ def test_their_states_are_estimated() -> None:
         for estimated, held in told:
             # What all of bitsandbytes' states share isn't counted: two tables of 256 numbers.
             assert estimated == pytest.approx(held, rel=0.01, abs=2048), (rank, told)
+
+
+def with_overrides(params: Any) -> Any:
+    """Keep the first parameter's states in 32 bits, and give the second a rate of its own."""
+    params = list(params)
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.register_parameters(params)
+    manager.override_config(params[0], "optim_bits", 32)
+    manager.override_config(params[1], "lr", 1e-3)
+    return bnb.optim.AdamW8bit(params, lr=1e-2)
+
+
+WHOLE = {"torchao": adamw8bit, "bitsandbytes": BITSANDBYTES["AdamW8bit"], "overrides": with_overrides}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_parameters_have_the_states_of_one_process_and_go_on_at_another_number_of_ranks(
+    tmp_path: Path, name: str
+) -> None:
+    """Parameters that are too small for 8 bits, too: a slice of a larger one would be as small."""
+
+    def work(rank: int, world_size: int, path: str, steps: range) -> list[Tensor]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(size)) for size in SIZES]
+        model = nn.ParameterList(params)
+        optimizer: Any = WHOLE[name](params)
+        if world_size:
+            optimizer = LowLevelZeroOptimizer(optimizer, model=model, stage=2, split="parameters")
+        if (tmp_path / path).exists():
+            load_checkpoint(tmp_path / path, model, optimizer)
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params)
+            optimizer.backward(loss) if world_size else loss.backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        if world_size and not (tmp_path / path).exists():
+            save_checkpoint(tmp_path / path, model, optimizer)
+        return [p.detach().clone() for p in params]
+
+    alone = work(0, 0, "none", range(4))
+    for each in run_ranks(work, 2, "a", range(2)):
+        assert len(each) == len(SIZES)
+    for world_size in (1, 2):
+        for each in run_ranks(work, world_size, "a", range(2, 4)):
+            assert all(map(torch.equal, each, alone))
