@@ -36,6 +36,7 @@ SYMPTOMS = {
         "communication/shard_group.py",
         "diagnostics/guards.py",
         "diagnostics/untrained.py",
+        "offload",
         "optimizer.py",
         "reducer.py",
         "sharded_optimizer.py",

@@ -28,7 +28,7 @@ def check_kinds(include: Collection[str]) -> None:
     """Raise ``ValueError`` unless all that is to be included can be moved."""
     wrong = [include] if isinstance(include, str) else [each for each in include if each not in KINDS]
     if wrong:
-        raise ValueError(f"include: expected some of {KINDS}, got {wrong[0]!r}")
+        raise ValueError(f"include: expected some of {KINDS}, got {wrong[0]!r}: pass a tuple of these")
 
 
 class Asleep:
