@@ -94,7 +94,7 @@ class LossScaler:
         return {"scale": self.scale.clone(), **numbers, **counts}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a ``state_dict()``, or ColossalAI's, which has no counts: they restart at 0.
+        """Load a ``state_dict()``, or ColossalAI's (counts become 0), factors included; clamp the scale to its limits.
 
         A scale outside ``min_scale`` .. ``max_scale`` is moved to the nearer end. Tensors are read, so this waits for
         their device.

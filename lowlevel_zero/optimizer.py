@@ -181,7 +181,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     # ---- the parts of a step ----
 
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None) -> None:
-        """Create the parts of a step on this rank, and register hooks on parameters. Doesn't communicate."""
+        """Create the parts of a step over slices taken before, and register hooks and itself. Doesn't communicate."""
         super().__init__(optimizer)
         self.model = model
         self.device = self.sharded_parameters.records[0].padded.device
@@ -318,7 +318,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         scaler: LossScaler | None = None,
         by_itself: bool = False,
     ) -> Iterator[Tensor]:
-        """Open a gradient sync around a backward, and close it, even after an error. Communicates."""
+        """Open and close a backward's sync; ranks agree first if optimizers share an order. Communicates."""
         self._guard.enter("backward")
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):
@@ -457,7 +457,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         return loss
 
     def _enter_step(self) -> Call:
-        """Return the call of a step, with the settings and written parameters that the ranks compare."""
+        """Check that a step may begin, finish gathers, and return its call, with what the ranks are to compare."""
         call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
@@ -498,7 +498,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._end_step()
 
     def _leaves_out(self, norm: GlobalNorm) -> bool:
-        """Return whether the other ranks skip the step after reading the norm on the host."""
+        """Judge the norm if that is due; return whether other ranks skip the step for it. May communicate."""
         if self._tells_norm:
             self._judge(norm)
         return self.scaler is not None and not self._skips_by_flag and not norm.value.isfinite()

@@ -133,7 +133,7 @@ class Reducer:
         return self.plan.state(self.buckets.repeats, self._unused.detecting) if self.plan.known else None
 
     def restore_plan(self, state: PlanState | None) -> None:
-        """Continue with another run's bucket plan, or start one anew; there must be no gradients."""
+        """Follow another run's bucket plan, or a new one; parameters count as whole. Gradients must be cleared."""
         self._state.failure.mend(Damage.PARAMETERS)
         order, came, repeats, detecting = state or PlanState([], 0, [], False)
         self.buckets.repeats = set(repeats)

@@ -268,7 +268,7 @@ class Stepper:
                 self._gather(part)
 
     def _parts_of(self, group: ShardedGroup) -> list[Part]:
-        """Group a shard group's buckets into parts, the bucket that was filled last first.
+        """Return a group's parts: last filled buckets first (on the host last), then those written without gradients.
 
         The next forward wants these first. To the host gradients come one after the other, so there the first bucket
         is stepped first, while others are on their way.

@@ -211,7 +211,7 @@ class LearntPlan:
             self._first = arrivals
 
     def learn(self) -> None:
-        """Take over the order of rank 0's first backward. Communicates: all ranks call it."""
+        """Take over the order of rank 0's first backward, even if one is known. Communicates: all ranks call it."""
         count = len(self._records)
         came = dict.fromkeys(self._first or reversed(range(count)))
         lacked = [index for index in range(count) if index not in came]

@@ -330,7 +330,7 @@ class BucketStore:
             self.lacked |= not bucket.start_reduce(self._reduction, self.arrivals)
 
     def close(self) -> None:
-        """End the sync: its buckets have been started, or it runs later, when the ranks have agreed on its buckets."""
+        """Close the sync, and forget its buckets that haven't started. Doesn't communicate."""
         self._bucket_of = None
         self.waiting.clear()
         self.is_open = False

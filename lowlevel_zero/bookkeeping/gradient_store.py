@@ -54,7 +54,7 @@ class GradientStore:
     # ---- what reductions leave ----
 
     def accumulate(self, bucket: Bucket, total: Tensor) -> None:
-        """Add a reduced bucket as one more micro-batch; further ones are summed in fp32. Doesn't communicate."""
+        """Keep a reduced bucket, or add it in fp32 to the sum; by parameter if members differ. Doesn't communicate."""
         self.version += 1
         before = list(dict.fromkeys(map(self._bucket_of.get, bucket.planned.members)))
         kept = before[0]
@@ -213,7 +213,7 @@ class GradientStore:
                 own.copy_(torch.where(before.isfinite(), own, before))
 
     def _edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Yield the records that have a gradient, with this rank's slice, averaged and unscaled, to write to.
+        """Yield each record that has a gradient, with its averaged, unscaled slice to write; drop other ranks' rows.
 
         Others' rows are let go: to edit them too would take ``world_size`` times as long.
         """

@@ -262,7 +262,7 @@ class ShardedParameter:
             self.version = -1
 
     def load_row(self, own: Tensor, master: Tensor | None) -> None:
-        """Load this rank's row, and ``p32``, from a checkpoint; other ranks' rows must be gathered afterwards.
+        """Load this rank's row (from ``master`` if dtypes differ) and ``p32``; other rows must be gathered afterwards.
 
         A row of another dtype than was saved, or that is ``p32`` itself, is made of the ``master``.
         """
@@ -322,7 +322,7 @@ class ShardedParameter:
 
     @property
     def may_be_a_sum(self) -> bool:
-        """Return whether a gradient that came after another one may contain it."""
+        """Return whether ``p.grad`` may be the sum of an earlier and the latest gradient; True if that isn't known."""
         gradient = self.p.grad
         if gradient is None or self.waiting is None:
             return True

@@ -67,7 +67,7 @@ def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]]:
-    """Yield the first and one-past-last byte of each dense parameter, and its place."""
+    """Yield where each parameter's memory starts and stops, and its index, unless elements overlap or leave gaps."""
     for place, p in enumerate(parameters):
         start, stop = memory_of(p)
         if stop - start == p.nbytes:
@@ -83,7 +83,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors with memory in a state, at any depth: of a quantised one those that its subclass wraps."""
+    """Yield a state's tensors at any depth, also meta ones; of a quantised one those that its subclass wraps."""
     for each in tree_leaves(value):
         if isinstance(each, Tensor) and is_traceable_wrapper_subclass(each):
             yield from (getattr(each, name) for name in each.__tensor_flatten__()[0])

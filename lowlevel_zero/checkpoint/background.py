@@ -41,7 +41,7 @@ class Background(Future[T]):
             self.set_result(value)
 
     def start(self, work: Callable[[], T], executor: Executor | None = None) -> None:
-        """Do the work in a thread: the ``executor``'s, or a new one."""
+        """Do the work in a new thread, or the ``executor``'s; an uncollected error fails the process at its end."""
         self._end = Finalize(None, self._fail_at_exit, exitpriority=0)
         if executor is not None:
             executor.submit(self._run_logged, work)

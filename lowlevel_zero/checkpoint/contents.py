@@ -222,7 +222,7 @@ class Contents:
     # ---- whether it is the same model ----
 
     def check_same(self, manifest: Manifest) -> None:
-        """Raise ``ValueError`` for the first missing, wrong-shaped or unexpected tensor of a checkpoint."""
+        """Raise ``ValueError`` unless the checkpoint has the same tensors, shapes, kinds of dtype, ties and experts."""
         saved = {**manifest.tensors, **manifest.excluded}
         check_same_experts(self.experts, manifest.experts)
         for name in (*self.saved, *saved):

@@ -151,7 +151,7 @@ def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[
 
 
 def _read(saved: SavedCheckpoint, contents: Contents) -> None:
-    """Read this rank's part into place. After an error the tensors that were read keep the new values."""
+    """Read this rank's part into place; a ``RuntimeError`` leaves a part of it read. Doesn't communicate."""
     try:
         contents.read(saved)
     except (OSError, ValueError) as error:

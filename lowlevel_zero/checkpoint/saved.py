@@ -128,7 +128,7 @@ class SavedCheckpoint:
             self._fill(name_of((*_STATE, name, key)), tensor, self.states[name][key].stride())
 
     def _fill(self, full: str, tensor: Tensor, saved: Shape) -> None:
-        """Read a tensor, or boxes of it, from the file of a tensor with the strides ``saved``."""
+        """Read a saved tensor, or boxes of it, into place; one of another memory order is read whole, and reordered."""
         if isinstance(tensor, BoxedTensor):
             flat, start, strides = tensor.local, tensor.start, tensor.strides
         else:

@@ -60,7 +60,7 @@ class Sharded(Stateful):
         self._own = ""  # the mark that state_dict() returned last: a loaded one is another object
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save, or to load into, with zeros for states that a step will make. Communicates.
+        """Share the model's buffers, and return the state to save or load into, zeros if none is yet. Communicates.
 
         Slices share memory with the optimizer's. Edited parameters are copied into masters first. On every
         rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before

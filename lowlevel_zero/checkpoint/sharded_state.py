@@ -198,7 +198,7 @@ class ShardedState:
     # ---- writing ----
 
     def announced(self, saved: SavedCheckpoint, settings: Mapping[str, Any]) -> dict[ShardedParameter, State]:
-        """Return states for ``load``: whole ones, which are read, and sliced ones as placeholders without memory."""
+        """Return states for ``load``, without masters: whole ones are read, sliced ones are zeros without memory."""
         found: dict[ShardedParameter, State] = {}
         for name, record in self._records.items():
             flat, states = dict(settings["states"].get(name, {})), saved.states.get(name, {})
@@ -321,7 +321,7 @@ class ShardedState:
     def slices(
         self, tensors: dict[str, dict[str, Tensor]], settings: Mapping[str, Any]
     ) -> dict[ShardedParameter, State]:
-        """Return each parameter's loaded states in the form of this rank's optimizer, and its master, ``[s]``.
+        """Take each parameter's loaded states and master out of ``tensors``, and return them as this rank holds them.
 
         They are taken out of ``tensors``, parameter by parameter, so that few are held twice.
 

@@ -146,7 +146,7 @@ class CheckpointWriter:
         return reasons
 
     def _gather(self, own: T) -> list[T]:
-        """Return what each rank has told, on the first rank; on the others nothing."""
+        """Gather each rank's ``own`` on the first rank, and return them; return nothing on the others. Communicates."""
         if self._ranks == 1:
             return [own]
         told: list[Any] = [None] * (self._ranks if self._rank == 0 else 0)

@@ -393,7 +393,7 @@ class ShardGroup:
             self._host_backend.trim(for_good)
 
     def leave(self, threads: Threads | None = None) -> None:
-        """Mark this rank as gone, and let a thread finish the collectives that are under way.
+        """Note that this rank left; free its buffers and tell peers, in a thread if collectives are under way.
 
         Other ranks wait for reductions that are still under way here: a thread of ``threads`` finishes them, and gives
         back their memory. None: a thread of the process group's.

@@ -54,7 +54,7 @@ def garbage_collector_paused() -> Iterator[None]:
 
 
 def mapping_and_model(pg_to_param_list: Any, model: nn.Module | None) -> tuple[Any, nn.Module | None]:
-    """Return the mapping and the model; a module that was passed as the mapping is the model."""
+    """Return both arguments; if the mapping is a module and ``model`` is None, return None and that module."""
     if model is None and isinstance(pg_to_param_list, nn.Module):
         return None, pg_to_param_list
     return pg_to_param_list, model

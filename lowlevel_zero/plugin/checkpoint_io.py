@@ -298,7 +298,7 @@ def _write_folder(
     form: _Form,
     others: _Others,
 ) -> None:
-    """Write the pieces, then the files of ``others``, and last the index of them all.
+    """Remove the former index, write the pieces and ``others``' files, then the index, and delete stale files.
 
     A former index goes before the first of its files is replaced: a crash meanwhile leaves none, and nothing loads. Its
     files that the new index doesn't name go at the end.

@@ -86,7 +86,7 @@ def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
 def of_all_ranks(
     groups: Sequence[ShardGroup], number_of: Mapping[str, int], *own: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Merge this rank's values, by global name, with other ranks' values for their experts. Communicates with experts.
+    """Return ``own`` joined with other ranks' entries of experts (``number_of`` > 0). Communicates with experts.
 
     Args:
         groups: the shard groups.

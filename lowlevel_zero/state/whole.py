@@ -239,7 +239,7 @@ def with_master(state: State, record: ShardedParameter) -> State:
 def _whole_state(
     state: Mapping[str, Any], record: ShardedParameter, group: ShardGroup, pinned: State | None, keep: bool
 ) -> tuple[State, float]:
-    """Gather one parameter's state, and return it with its size in MiB; empty unless ``keep``. Communicates."""
+    """Return one parameter's gathered state (empty unless ``keep``), and the MiB gathered. Communicates."""
     size = 0.0
 
     def whole_value(path: Any, value: Any) -> Any:

@@ -56,7 +56,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Shard a plain ``optimizer`` whose models were prepared, and wrap it as accelerate does."""
+        """Shard a plain optimizer of prepared models, else raise, and wrap it as accelerate does. Communicates."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             check_plain(optimizer)
             optimizer = self._shard(optimizer)

@@ -54,7 +54,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         """Do nothing: the module stays unwrapped."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Shard the optimizers that ``configure_optimizers`` returns. Communicates."""
+        """Shard each optimizer of ``configure_optimizers``; raise for none, or with a GradScaler. Communicates."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError("precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or 'bf16-true'")
         if any(hasattr(each, "unfreeze_and_add_param_group") for each in trainer.callbacks):

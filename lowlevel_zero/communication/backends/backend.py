@@ -177,7 +177,7 @@ class BufferBackend(Backend):
         return self.all_gather(buffer).then(lambda _: unpack(buffer, rows))
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Start broadcasting a buffer of all pieces."""
+        """Start broadcasting the owner's pieces, as one buffer, into ``whole``. Communicates."""
         if len(whole) == 1:
             if self.rank == owner and own[0].data_ptr() != whole[0].data_ptr():
                 whole[0].copy_(own[0])

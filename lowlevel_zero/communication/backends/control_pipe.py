@@ -74,7 +74,7 @@ class ControlPipe:
         self._lock, self._sleeping = runtime().lock(), runtime().lock()
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), nbytes: int = 0) -> Key:
-        """Send all peers a record of this rank's next collective of a kind, and of blocks it has finished with.
+        """Send each peer where this rank's part of its next collective lies, and its blocks read here; never waits.
 
         A record that finds no room goes later; records may overtake each other.
 

@@ -112,7 +112,7 @@ class Memory:
         return block, tensor if numel else tensor[:0]
 
     def _best(self, nbytes: int) -> Block:
-        """Return the smallest free block that is large enough, or a new one, with its memory allocated."""
+        """Return a free block (allocated ones first, then the smallest), or a new one; it isn't taken yet."""
         self.pipe.collect()  # peers may have finished with one of just that size
         fitting = [
             block

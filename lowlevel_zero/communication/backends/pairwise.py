@@ -127,7 +127,7 @@ class Pairwise(HostBackend):
     def send_and_receive(
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: Kind, peers: Sequence[tuple[int, int]] | None = None
     ) -> list[_Message]:
-        """Start sending the first tensor of each pair, and receiving the second. Communicates."""
+        """Start sending each pair's first tensor and receiving its second, by the group of ``kind``. Communicates."""
         group = self._buffers() if kind.carries_buffers else self._group()
         if group is None:
             raise RuntimeError(

@@ -95,7 +95,7 @@ class SharedMemory(HostBackend):
         return memory.held()
 
     def trim(self, for_good: bool = False) -> None:
-        """Free idle blocks beyond ``KEPT``; ``for_good``: all, once peers are told which are finished with."""
+        """Free idle blocks but ``KEPT`` bytes; ``for_good``: free all, and tell peers which of theirs were read."""
         memory = self._pool()
         if memory is None:
             return
