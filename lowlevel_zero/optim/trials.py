@@ -130,7 +130,7 @@ def writes_without_gradients(optimizer: Optimizer) -> bool:
         with undisturbed():
             torch.manual_seed(0)
             options = [own_options(group) for group in optimizer.param_groups]
-            pairs = [[torch.nn.Parameter(torch.randn(LARGE[:2])) for _ in range(2)] for _ in options]
+            pairs = [[torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(2)] for _ in options]
             other = fresh(optimizer, options, pairs)
             params = [p for pair in pairs for p in pair]
             for number in range(_USED + _UNUSED):

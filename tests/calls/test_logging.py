@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, start_line
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.construction import start_line
 from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
