@@ -238,9 +238,9 @@ class ShardedParameter:
         p, view = self.p, self.view
         if (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
             raise RuntimeError(
-                f"{self.name}: expected it where this optimizer put it, found it over other memory ({p.dtype}, "
-                f"{p.device}, {tuple(p.shape)} instead of {view.dtype}, {view.device}, {tuple(view.shape)}): move or "
-                "convert a model (model.to, model.half, accelerator.prepare) before constructing the optimizer"
+                f"{self.name}: expected dtype, device and shape as at this optimizer's construction ({view.dtype}, "
+                f"{view.device}, {tuple(view.shape)}), got {p.dtype}, {p.device}, {tuple(p.shape)}: move or convert "
+                "a model (model.to, model.half, accelerator.prepare) before constructing the optimizer"
             )
 
     @torch.no_grad()

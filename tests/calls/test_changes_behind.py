@@ -50,7 +50,7 @@ def assign_a_state_dict(model: nn.Module) -> None:
     model.load_state_dict({name: torch.ones_like(p) for name, p in model.named_parameters()}, assign=True)
 
 
-MOVED = "expected it where this optimizer put it, found it over other memory"
+CONVERTED = "expected dtype, device and shape as at this optimizer's construction"
 MODELS = [
     Wrong(
         "a parameter that came later",
@@ -76,7 +76,7 @@ MODELS = [
     Wrong(
         "model.half()",
         lambda work: convert(work, torch.float16),
-        Refused(RuntimeError, f"0.weight: {MOVED} .torch.float16", ends=True),
+        Refused(RuntimeError, f"0.weight: {CONVERTED} .torch.float32, .*, got torch.float16", ends=True),
     ),
     Wrong("model.double() and back", then_train(lambda model: model.double().float()), Right()),
     Wrong("model.share_memory()", then_train(lambda model: model.share_memory()), Right()),

@@ -145,7 +145,12 @@ RANKS = [
     Wrong(
         "a parameter of another dtype on one rank",
         convert_alone,
-        Refused(RuntimeError, "0.weight: .* over other", "rank 1 could not step: RuntimeError: 0.weight", ends=True),
+        Refused(
+            RuntimeError,
+            "0.weight: expected dtype, device and shape",
+            "rank 1 could not step: RuntimeError: 0.weight",
+            ends=True,
+        ),
     ),
     Wrong(
         "a sparse gradient on one rank",
