@@ -241,7 +241,12 @@ class ZeroOptions:
     """The checked options of one ``LowLevelZeroOptimizer``, which don't change after its construction."""
 
     stage: int = option(1, "1 shards the optimizer state, 2 the gradients too; ``partition_grad=True`` is 2.", _STAGE)
-    clip_grad_norm: float = option(0.0, "clip gradients to this global L2 norm; 0: don't clip.", MAX_NORM)
+    clip_grad_norm: float = option(
+        0.0,
+        "clip gradients to this global L2 norm; 0: don't clip. If several optimizers train a model, each one clips its "
+        "own gradients by their own norm: for one norm over all, call ``lowlevel_zero.clip_grad_norm_`` instead.",
+        MAX_NORM,
+    )
     cpu_offload: bool = option(
         False,
         "step on the host: masters, the gradients that step them and the optimizer state live there. Adam and AdamW "
