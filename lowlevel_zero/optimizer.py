@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.step_state import TO_ZEROS, Damage, StepState, refuse_compiled
-from .communication.agreement import CONSTRUCT, Call, together
+from .communication.agreement import CONSTRUCT, Call, is_raised_by_all, moment, together
 from .communication.grid import Ranks, check_hybrid
 from .construction.prepare import (
     ADD_GROUP,
@@ -485,6 +485,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def _catch_up(self, norm: GlobalNorm, last: GlobalNorm | None) -> None:
         """After an error in a step, take part in what other ranks wait for; ``last``: the norm of the step before."""
+        since, refused = moment(), False
         try:
             if last is not None and last.catch_up():
                 self._judge(last, at_hand=False)
@@ -493,9 +494,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 self._skip(self.scaler)
             else:
                 self._stepper.catch_up()
+        except RuntimeError as error:
+            refused = is_raised_by_all(error, self.shard_group, since)
+            raise
         finally:
-            self._norm = norm  # which all ranks judge in the next step, if they haven't yet
-            self._end_step()
+            if not refused:  # by a norm for which every rank leaves its step in the middle
+                self._norm = norm  # which all ranks judge in the next step, if they haven't yet
+                self._end_step()
 
     def _leaves_out(self, norm: GlobalNorm) -> bool:
         """Judge the norm if that is due; return whether other ranks skip the step for it. May communicate."""

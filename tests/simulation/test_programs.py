@@ -27,6 +27,7 @@ def test_what_went_wrong_before(name: str, carrier: Carrier) -> None:
 
 OVERLAPS = Part(options=(("overlap_allgather", True),))  # norms are judged a step later
 WHOLE = Part((Weight(), Weight((7,))), ((0,), (1,)), options=(("partition_grad", True), ("split", "parameters")))
+REFUSES = Part(options=(("error_if_nonfinite", True),))  # on all ranks, by the norm that some of them can't read
 NEVER = 10**6  # as many operations no program has
 
 
@@ -38,6 +39,7 @@ def _failing(*names: str, part: Part = Part(), ranks: int = 2, carrier: Carrier 
 # Programs, and a function of the package in which some operation fails.
 FAILING: dict[str, tuple[Program, str]] = {
     "looks at a norm that isn't finite": (_failing("nan", "step"), "norm"),
+    "reads a norm that all ranks refuse": (_failing("nan", "step", part=REFUSES, carrier="nccl"), "value"),
     "looks for a parameter that isn't finite": (_failing("nan", "step"), "_first_of"),
     "looks at the norm of the step before": (_failing("nan", "step", "step", part=OVERLAPS), "norm"),
     "reduces buckets to their owners": (_failing("backward", "step", part=WHOLE, carrier="nccl"), "reduce"),
