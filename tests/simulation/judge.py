@@ -406,7 +406,7 @@ class Judge:
     # ---- numbers ----
 
     def _compare_told(self, part: PartReference, entries: Iterable[Entry], expected: Tensor | None) -> None:
-        if self.spoilt or any(each.written_apart() for each in self.parts):
+        if self.spoilt or part.is_mixed or any(each.written_apart() for each in self.parts):
             return
         for entry in entries:
             if (entry.told is None) != (expected is None):

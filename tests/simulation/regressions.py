@@ -99,6 +99,9 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(), Weight(expert=True)), ((0,),)),
         ranks=4,
     ),
+    "a rank writes a weight before its backward, and another behind it": _program(
+        [(BACKWARD, Call("write weight")), (Call("write weight"), BACKWARD), *_both(Call("torch's clip"))]
+    ),
     "gradients that aren't finite are clipped, and then become zeros": _program(
         _both(Call("nan"), Call("torch's clip"), Call("zero_grad to zeros"), STEP)
     ),
