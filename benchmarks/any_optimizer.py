@@ -83,7 +83,6 @@ def cases() -> Iterator[tuple[str, Callable[[nn.Module], Optimizer], type[nn.Mod
     mini = partial(pytorch_optimizer.AdamMini, lr=1e-2, num_heads=2)
     yield '`pytorch_optimizer.AdamMini`, `split="parameters"`', mini, Small, {"split": "parameters"}
     yield "`schedulefree.AdamWScheduleFree`", partial(_of_parameters, schedulefree.AdamWScheduleFree), Small, {}
-    torch.compiler.set_stance("force_eager")  # torchao would compile its step, for minutes
     for cls in (torch.optim.AdamW, torchao.optim.AdamW8bit, bitsandbytes.optim.AdamW8bit):
         name, is_small = f"{cls.__module__.partition('.')[0]}.optim.{cls.__name__}", cls is torch.optim.AdamW
         model = Small if is_small else Wide
@@ -98,7 +97,8 @@ def row(
     name: str, make: Callable[[nn.Module], Optimizer], model: type[nn.Module], options: dict[str, Any]
 ) -> list[str]:
     """Return the cells of one optimizer; ``AssertionError`` where it doesn't train alike."""
-    with warnings.catch_warnings():
+    # torchao would compile its steps, for minutes.
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
         found = assert_trains_alike(make, model, _STEPS, tolerance=_TOLERANCE, stage=2, **options)
     exact = "bit for bit" if found.difference == 0 else f"off by {found.difference:.0e} of the way"

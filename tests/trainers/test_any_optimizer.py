@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.any_optimizer import HEAD, cases, line, row
 from lowlevel_zero.testing import assert_trains_alike
@@ -33,4 +34,5 @@ def test_the_table_has_nothing_else() -> None:
 def test_more_ranks_train_alike_in_both_stages(case: tuple[Any, ...], world_size: int, stage: int) -> None:
     """To the rounding of sums of three gradients and more, which some of these optimizers enlarge."""
     _, make, model, options = case
-    assert_trains_alike(make, model, 12, tolerance=1e-2, world_size=world_size, stage=stage, **options)
+    with torch.compiler.set_stance("force_eager"):
+        assert_trains_alike(make, model, 12, tolerance=1e-2, world_size=world_size, stage=stage, **options)
