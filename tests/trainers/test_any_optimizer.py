@@ -26,8 +26,8 @@ def test_the_table_has_nothing_else() -> None:
     assert len(rows) == len(list(cases()))
 
 
-# It follows eigenvectors of rank-deficient matrices, which one rounding turns: in one process, too, it ends half of its way
-# apart for gradients that differ by 1e-7. Means over 3 ranks are rounded; those over 2 and 4 come out the same here.
+# It follows eigenvectors of rank-deficient matrices, which one rounding turns: in one process, too, it ends half
+# of its way apart for gradients that differ by 1e-7. Means over 3 ranks are rounded; those over 2 and 4 aren't here.
 SENSITIVE = "`pytorch_optimizer.SOAP`"
 
 
