@@ -83,7 +83,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a state's tensors at any depth, also meta ones; of a quantised one those that its subclass wraps."""
+    """Yield a state's tensors at any depth, meta tensors too; a quantised tensor yields the tensors that it wraps."""
     for each in tree_leaves(value):
         if isinstance(each, Tensor) and is_traceable_wrapper_subclass(each):
             yield from (getattr(each, name) for name in each.__tensor_flatten__()[0])

@@ -42,7 +42,7 @@ def remember_processes(processes: Mapping[int, Process]) -> None:
 
 
 def ended_ranks(ranks: Sequence[int]) -> list[int]:
-    """Return those of the global ``ranks`` whose processes are on this host and have ended."""
+    """Return the global ranks, among ``ranks``, whose processes were on this host and have ended."""
     known = context_of(default_group()).processes
     return [rank for rank in ranks if rank in known and known[rank].has_ended()]
 

@@ -118,7 +118,7 @@ class HybridGroup(ShardGroup):
         return None if within is None else f"{within} within rows, {across} across them"
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes of buffers that this rank has sent; ``..._outer``: those that crossed rows."""
+        """Return the bytes of buffers that this rank has sent; ``_outer`` keys count bytes between inner groups."""
         sent = super().traffic()
         across = 2 * (self._outer.size - 1) * self._rows["reduce"] // self._outer.size
         return {**sent, "reduce": sent["reduce"] + across, "reduce_outer": across, "gather_outer": 0}

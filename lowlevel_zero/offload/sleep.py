@@ -83,10 +83,10 @@ def movable(
 
 def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the tensors that share a storage together, each once."""
-    found: dict[int, dict[int, Tensor]] = {}
+    found: dict[int, dict[Tensor, None]] = {}
     for each in tensors:
-        found.setdefault(each.untyped_storage().data_ptr(), {})[id(each)] = each
-    return [list(members.values()) for address, members in found.items() if address]
+        found.setdefault(each.untyped_storage().data_ptr(), {})[each] = None
+    return [list(members) for address, members in found.items() if address]
 
 
 def _move(members: Sequence[Tensor], device: torch.device, pin: bool, non_blocking: bool) -> int:

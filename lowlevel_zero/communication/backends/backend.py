@@ -223,7 +223,7 @@ class HostBackend(Backend):
         """
 
     def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
-        """Start filling ``total`` with all ranks' summed rows, by a kind of its own. Communicates."""
+        """Start gathering all ranks' summed rows into ``total``. Communicates."""
         keep_own([row], [total], self.rank)
         parts = Trade(Kind.GATHER_SUM, row, None, [len(row)] * self.size, total.unbind())
         return self.trade(parts, lambda _: None)
@@ -321,7 +321,7 @@ def despite(first: Work[Tensor], instead: Tensor, failed: list[RuntimeError]) ->
 
 
 def raise_first(failed: list[RuntimeError]) -> None:
-    """Raise the first error, if there is one."""
+    """Raise the first error in ``failed``, or return if it is empty."""
     for error in failed:
         raise error
 
