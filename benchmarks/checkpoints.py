@@ -177,10 +177,11 @@ def save_and_load(rank: int, world_size: int, sizes: Sizes, folder: Path) -> Fig
 
 
 def _copied(values: list[Tensor], rounds: int) -> dict[str, float]:
-    """Measure a plain copy of ``values``, into memory that has been written before."""
+    """Measure a plain copy of ``values`` on all ranks at once, into memory that has been written before."""
     room = [torch.zeros_like(each) for each in values]
     copied: list[dict[str, float]] = []
     for _ in range(rounds):
+        dist.barrier()  # as in a save, all ranks share the bandwidth of the memory
         with measured(figure := {}):
             for to, value in zip(room, values, strict=True):
                 to.copy_(value)
