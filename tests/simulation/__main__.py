@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     torch.set_num_threads(1)
     if options.seed is not None:
-        return _replay(options.seed, options.carrier, options.split)
+        return _replay(options.seed, options.carrier)
     tally = _all(options)
     print("\n".join(tally.lines()))
     problems = 0 if options.seeds else sweep(list(points()), options.processes, FAULTS_SHARE * options.minutes)
@@ -115,26 +115,25 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--carrier", choices=CARRIERS, help="one kind of network alone")
-    parser.add_argument("--split", choices=("elements", "parameters"), help="of the replayed seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--coverage", type=int, default=200, help="seeds that coverage is measured of; 0: none")
     return parser.parse_args(arguments)
 
 
-def _replay(seed: int, carrier: Carrier | None, split: str | None) -> int:
+def _replay(seed: int, carrier: Carrier | None) -> int:
     """Print what a seed draws, and its failure shrunk."""
-    print(draw(seed, carrier, split))
-    verdict = run(draw(seed, carrier, split))
+    print(draw(seed, carrier))
+    verdict = run(draw(seed, carrier))
     print(f"trace {verdict.outcome.trace}, {verdict.outcome.hand_overs} hand-overs")
     if verdict.failure is None:
         print("right")
         return 0
-    print(f"\n{verdict.failure}\n\nshrunk, {told(seed, shrunk(verdict), _drawn_with(carrier, split))}")
+    print(f"\n{verdict.failure}\n\nshrunk, {told(seed, shrunk(verdict), _drawn_with(carrier))}")
     return 1
 
 
-def _drawn_with(carrier: Carrier | None, split: str | None) -> str:
-    return "".join(f" --{name} {value}" for name, value in (("carrier", carrier), ("split", split)) if value)
+def _drawn_with(carrier: Carrier | None) -> str:
+    return f" --carrier {carrier}" if carrier else ""
 
 
 def _all(options: argparse.Namespace) -> Tally:
@@ -146,8 +145,8 @@ def _all(options: argparse.Namespace) -> Tally:
     context = multiprocessing.get_context("fork")
     counter, results = context.Value("q", options.first), context.Queue()
     processes = [
-        context.Process(target=_work, args=(counter, last, until, options.carrier, results))
-        for _ in range(options.processes)
+        context.Process(target=_work, args=(number, counter, last, until, options.carrier, results))
+        for number in range(options.processes)
     ]
     for process in processes:
         process.start()
@@ -173,8 +172,13 @@ def _collect(results: Any, running: int, seeds: int | None) -> Tally:
     return tally
 
 
-def _work(counter: Any, last: int | None, until: float, carrier: Carrier | None, results: Any) -> None:
-    """Take seeds, a chunk at a time; None stands for the end."""
+def _work(number: int, counter: Any, last: int | None, until: float, carrier: Carrier | None, results: Any) -> None:
+    """Take seeds, a chunk at a time; None stands for the end.
+
+    A process keeps to one core: its threads run one at a time, and waking one on another core takes longer.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
     while time.monotonic() < until:
         with counter.get_lock():
             start, counter.value = counter.value, counter.value + CHUNK
@@ -183,8 +187,7 @@ def _work(counter: Any, last: int | None, until: float, carrier: Carrier | None,
             break
         tally = Tally()
         for seed in seeds:
-            for split in (None, "parameters") if seed % 3 == 0 else (None,):
-                tally.add(seed, run(draw(seed, carrier, split)), _drawn_with(carrier, split))
+            tally.add(seed, run(draw(seed, carrier)), _drawn_with(carrier))
         results.put(tally)
         gc.collect()
     results.put(None)

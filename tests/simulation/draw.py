@@ -14,6 +14,7 @@ from tests.simulation.program import NOTHING, Call, Part, Program, Row, Weight
 SHAPES = [(3,), (), (1,), (0, 3), (7,), (2, 3), (4,), (2, 2, 2), (16,)]
 CARRIERS = ("messages", "memory", "nccl")
 MOST_CALLS = 12
+BY_PARAMETERS = 0.25  # of the programs
 FAULT_WITHIN = 200  # messages or hand-overs of a rank: about as many as the longest programs have
 OPERATIONS = 500  # of a rank: most programs have about as many
 
@@ -77,12 +78,13 @@ APART = {
 OF_A_WEIGHT = (*EDITS, "norm", "clone", "gradient", "grad = None", "write weight", "freeze", "raising")
 
 
-def draw(seed: int, carrier: str | None = None, split: str | None = None) -> Program:
-    """The program of a seed, whose optimizers share parameters in one of two ways; None: as their classes have it."""
+def draw(seed: int, carrier: str | None = None) -> Program:
+    """The program of a seed. In one of four, one rank owns a parameter whole, whatever its optimizer's class."""
     program = Drawing(Random(seed), carrier).program(seed)
-    if split is None:
+    if Random(f"of {seed}: split").random() >= BY_PARAMETERS:
         return program
-    parts = (replace(part, options=tuple(sorted({**part.keywords, "split": split}.items()))) for part in program.parts)
+    by = {"split": "parameters"}
+    parts = (replace(part, options=tuple(sorted({**part.keywords, **by}.items()))) for part in program.parts)
     return replace(program, parts=tuple(parts))
 
 

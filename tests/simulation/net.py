@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,8 +33,7 @@ class Net(nn.Module):
 
     def __init__(self, part: Part, seed: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterList(_made(weight, generator) for weight in part.weights)
+        self.weights = Weights(initial_values(part, seed))
 
     def get_extra_state(self) -> str:
         """What checkpoints have beside the weights."""
@@ -46,8 +45,32 @@ class Net(nn.Module):
             raise self.refuses
 
     def __getitem__(self, at: int) -> nn.Parameter:
-        p: nn.Parameter = self.weights[at]
-        return p
+        return self.weights[at]
+
+
+class Weights(nn.Module):
+    """Parameters named by their numbers: an ``nn.ParameterList`` that is quick to build and to look into."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._in_order = list(parameters)
+        for at, p in enumerate(self._in_order):
+            self.register_parameter(str(at), p)
+
+    def __getitem__(self, at: int) -> nn.Parameter:
+        return self._in_order[at]
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._in_order)
+
+
+def initial_values(part: Part, seed: int) -> list[nn.Parameter]:
+    """The parameters of a new model of a part."""
+    generator = torch.Generator().manual_seed(seed)
+    return [_made(weight, generator) for weight in part.weights]
 
 
 def _made(weight: Weight, generator: torch.Generator) -> nn.Parameter:

@@ -13,6 +13,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowlevel_zero.communication.progress import AGREEMENT, MESSAGE, Progress
@@ -21,7 +22,7 @@ from .outcome import InjectedFault
 
 _PACKAGE, _BENEATH = "lowlevel_zero.", ("torch.", "contextlib")
 _TORCHS_OBJECTS = "torch.distributed.distributed_c10d"  # gathered and scattered, as a checkpoint's plans are
-_PACKS_BROADCAST = "_broadcast", "aten.cat.default"
+_PACKS_BROADCAST = "_broadcast", torch.ops.aten.cat.default
 # Functions that make messages of a few bytes, by module, and kinds of collectives that carry them.
 _FEW = {
     "lowlevel_zero.checkpoint.storage": {"_gather", "_outcome"},
@@ -78,7 +79,7 @@ class _Counted(TorchDispatchMode):
         """Count ``func`` if it is an operation of the package, and call it."""
         if not func.is_view:
             frame = _of_package(sys._getframe(1))
-            if frame is not None and not _is_for_few(frame) and (frame.f_code.co_name, str(func)) != _PACKS_BROADCAST:
+            if frame is not None and not _is_for_few(frame) and not _packs_broadcast(func, frame):
                 self._operations.operate(str(func), frame)
         return func(*args, **(kwargs or {}))
 
@@ -93,6 +94,11 @@ def _of_package(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _packs_broadcast(func: Any, frame: FrameType) -> bool:
+    """Whether torch's own broadcast packs what it sends."""
+    return (frame.f_code.co_name, func) == _PACKS_BROADCAST
 
 
 def _is_for_few(frame: FrameType | None) -> bool:

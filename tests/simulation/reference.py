@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.simulation import net
 from tests.simulation.calls import BOTH
-from tests.simulation.net import Net, Use
+from tests.simulation.net import Use
 from tests.simulation.program import Call, Part, Program
 
 Key = tuple[int, int]  # a weight's number, and which half of the ranks has it: experts differ, others are 0
@@ -75,7 +75,7 @@ class PartReference:
 
     def _whole(self, number: int) -> dict[Key, nn.Parameter]:
         """What construction leaves: the values of the first rank that has each weight."""
-        nets = [Net(self.part, seed=rank + 10 * number) for rank in range(min(2, self.ranks))]
+        nets = [net.initial_values(self.part, rank + 10 * number) for rank in range(min(2, self.ranks))]
         halves = {at: (0, 1) if weight.expert else (0,) for at, weight in enumerate(self.part.weights)}
         return {(at, half): nets[half][at] for at, both in halves.items() for half in both}
 

@@ -50,12 +50,11 @@ class Verdict:
 def quiet() -> Iterator[None]:
     """Log nothing of what programs do wrong on purpose."""
     log = logging.getLogger("lowlevel_zero")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.disabled = before
 
 
 def run(program: Program, count: bool = False) -> Verdict:

@@ -35,9 +35,6 @@ class Rank(Protocol):
     def enter(self) -> None:
         """What is process-wide becomes this rank's own."""
 
-    def leave(self) -> None:
-        """Keep what this rank has made of it."""
-
     def counted(self) -> AbstractContextManager[Any]:
         """Count the operations of the current thread, if they are to be counted."""
 
@@ -257,8 +254,6 @@ class Scheduler:
 
     def _pass_on(self, chosen: Actor | None) -> None:
         before, self.running = self.running, chosen
-        if before is not None and (chosen is None or chosen.rank is not before.rank):
-            before.rank.leave()
         if chosen is None:
             self._caller.release()
             return

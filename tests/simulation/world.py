@@ -73,7 +73,7 @@ class SimulatedRank:
     """One rank: its process-wide state, and how far it has come."""
 
     def __init__(
-        self, number: int, network: Network, seed: int, dies_at: int, carrier: Carrier, operations: Operations | None
+        self, number: int, network: Network, dies_at: int, carrier: Carrier, operations: Operations | None
     ) -> None:
         self.number = number
         self.hand_overs = 0
@@ -84,16 +84,11 @@ class SimulatedRank:
         self.own: list[tuple[Any, str, Any]] = [(*place, make()) for *place, make in _PROCESS_WIDE]
         self.own.append((streams, "of_host", partial(SimulatedStreams, network) if carrier == "nccl" else Streams))
         self.runtime: Runtime = SimulatedRuntime(network, self, carrier == "memory")
-        self.random_state = torch.Generator().manual_seed(seed).get_state()
 
     def enter(self) -> None:
         for owner, name, value in self.own:
             setattr(owner, name, value)
         seam.install(self.runtime)
-        torch.set_rng_state(self.random_state)
-
-    def leave(self) -> None:
-        self.random_state = torch.get_rng_state()
 
     def counted(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.operations is None else self.operations.counted()
@@ -119,15 +114,13 @@ class Simulation(Generic[T]):
         if fault is not None:
             at[fault.kind][fault.rank] = fault.at
         self.network.messages.hold = next(iter(at["wait"].items()), None)
-        counts = count or bool(at["raise"])
         self.ranks = [
             SimulatedRank(
                 each,
                 self.network,
-                seed * ranks + each,
                 at["die"].get(each, _NEVER),
                 carrier,
-                Operations(at["raise"].get(each, _NEVER)) if counts else None,
+                Operations(at["raise"].get(each, _NEVER)) if count or each in at["raise"] else None,
             )
             for each in range(ranks)
         ]
@@ -190,8 +183,7 @@ class Simulation(Generic[T]):
         self.scheduler.run()  # what the collected have told their workers
         while self.network.messages.relieve():  # workers may wait for them
             self.scheduler.run()
-        known = [each.random_state for each in self.ranks]
-        tensors = remains.tensors([*self.results.values(), *self.errors.values(), *known])
+        tensors = remains.tensors([*self.results.values(), *self.errors.values()])
         messages, blocks = self.network.messages.unmatched(), remains.blocks(self.network)
         self.scheduler.unpark()
         self.scheduler.run()
@@ -234,13 +226,14 @@ def _current(network: Network) -> Iterator[None]:
 
 
 @contextmanager
-def _one_process_for_all() -> Iterator[None]:
+def _one_process_for_all(seed: int) -> Iterator[None]:
     """Keep what the caller's process has once, and garbage from being collected at chance moments."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _PROCESS_WIDE]
     kept.append((streams, "of_host", streams.of_host))
     before, generator, collects = seam.runtime(), torch.get_rng_state(), gc.isenabled()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty makes, with NaN or the largest
+    torch.default_generator.manual_seed(seed)
     register(lambda: _networks[-1])
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     gc.disable()
@@ -295,5 +288,5 @@ def simulate(
         fault: what goes wrong; None: nothing.
         count: count the package's operations, too.
     """
-    with _one_process_for_all():
+    with _one_process_for_all(seed):
         return Simulation(job, ranks, seed, carrier, fault, count).run()
