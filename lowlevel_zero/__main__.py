@@ -44,6 +44,7 @@ def _consolidate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> None:
+    """Write a checkpoint as one file of the model and one of the optimizer, with a progress bar."""
     checkpoint = _open(options.checkpoint)
     with _progress(bytes_to_do(checkpoint)) as bar:
         done = (lambda count: None) if bar is None else bar.update
@@ -56,6 +57,7 @@ def _consolidate(options: argparse.Namespace) -> None:
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``inspect`` to its parser."""
     _add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="compare every file with its checksum first")
@@ -64,6 +66,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    """Print a checkpoint's content and layout, as text or as JSON, after checking its files if asked to."""
     checkpoint = _open(options.checkpoint)
     if options.check:
         checkpoint.manifest.check_files(checkpoint.path)
@@ -140,6 +143,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with a subparser for each command."""
     parser = _Parser(
         prog=f"{_RUN}lowlevel_zero",
         description="Tools for lowlevel_zero's runs and checkpoints. They need no GPU, torchrun or process group.",

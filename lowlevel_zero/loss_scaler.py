@@ -130,6 +130,7 @@ def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(state_dict: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless a loss scaler's state has all keys that it needs and no unknown ones."""
     missing = [key for key in _NEEDED_KEYS if key not in state_dict]
     unknown = [key for key in state_dict if key not in (*_NEEDED_KEYS, *_COUNT_KEYS)]
     if missing or unknown:

@@ -303,6 +303,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _run_backward(
         self, tensor: Tensor, grad: Tensor | None, inputs: Tensor | Sequence[Tensor] | None, retain_graph: bool
     ) -> None:
+        """Run autograd's backward from ``tensor``; warn once instead if it doesn't require grad."""
         if tensor.requires_grad:
             torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
         elif not self._warned:
@@ -525,6 +526,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.group.trim()
 
     def _skip(self, scaler: LossScaler) -> None:
+        """Lower the loss scale after an overflow, and drop all gradients. Doesn't communicate."""
         try:
             self._observer.skipped(scaler)
         finally:

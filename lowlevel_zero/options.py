@@ -313,6 +313,7 @@ class ZeroOptions:
 
 
 def _check_type(name: str, group: object, expected: type) -> None:
+    """Raise ``TypeError`` unless an option group is of its class."""
     if not isinstance(group, expected):
         raise TypeError(
             f"{name}: expected a lowlevel_zero.{expected.__name__}, got {type(group).__name__} {group!r:.80}: pass "

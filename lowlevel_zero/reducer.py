@@ -414,6 +414,7 @@ class Reducer:
         return not self._may_be_alone
 
     def _finish_oldest(self) -> None:
+        """Wait for the oldest reduction and add its sum, or zeros after an error, which a later call raises."""
         bucket = self.buckets.in_flight.popleft()
         with self._streams.beside():
             try:

@@ -144,6 +144,7 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def _on_home(self, caller: Any, join: bool) -> Iterator[None]:
+        """Run the body on the home stream, which waits for the caller's, and the caller's for it if ``join``."""
         apart = caller == self._home or self.captures()
         for stream in (*([] if apart else [caller]), *self._producers):
             if stream != self._home:

@@ -119,6 +119,7 @@ class _Trained(NamedTuple):
 
 
 def _made(make_optimizer: MakeOptimizer, make_model: MakeModel) -> _Trained:
+    """Make a model and its optimizer from a fixed seed, and put the optimizer in training mode."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = make_optimizer(model)
@@ -130,6 +131,7 @@ def _made(make_optimizer: MakeOptimizer, make_model: MakeModel) -> _Trained:
 def _compare(
     make_optimizer: MakeOptimizer, make_model: MakeModel, steps: int, loss: Loss, options: dict[str, Any]
 ) -> Alike:
+    """Train one model alone and one sharded, resume both half-way, and return how far they differ. Communicates."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plain, sharded = _made(make_optimizer, make_model), _sharded(make_optimizer, make_model, options)
     start = [p.detach().clone() for p in plain.model.parameters()]
@@ -215,6 +217,7 @@ def _forked(compare: Callable[[], Alike], world_size: int) -> Alike:
 
 
 def _run(rank: int, world_size: int, folder: str, compare: Callable[[], Alike]) -> None:
+    """Compare in a new process group, and leave rank 0's result or error in ``folder``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     found: Alike | Exception

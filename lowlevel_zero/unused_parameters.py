@@ -87,6 +87,7 @@ class UnusedParameters:
         return self._exchange(bytearray([record.worked for record in self._records]))
 
     def _exchange(self, used: bytearray) -> Work[bytes]:
+        """Start the maximum over the ranks of ``used``, and of the flag that a gradient was missing. Communicates."""
         buffer = bytearray((self.lacked,)) + used
 
         def read(maxima: Tensor) -> bytes:

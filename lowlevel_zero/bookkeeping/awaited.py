@@ -114,6 +114,7 @@ def wait_for(p: Tensor) -> None:
 
 
 def _awaited_in(values: Any) -> Iterator[AwaitedParameter]:
+    """Yield the awaited parameters in ``values`` and in the dicts, lists and tuples nested in it."""
     if isinstance(values, AwaitedParameter):
         yield values
     elif isinstance(values, dict):

@@ -143,6 +143,7 @@ def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list
 
 
 def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size: int) -> PlannedBucket:
+    """Return the bucket of these items; it is reduced in place if one large parameter without padding fills it."""
     first = items[group[0]]
     sizes = tuple(items[index].split.slice_size for index in group)
     row = first.alignment.padded(sum(sizes))

@@ -112,6 +112,7 @@ def joined(path: str, name: str) -> str:
 
 
 def _named_modules(named: NamedModule) -> Iterator[NamedModule]:
+    """Yield a module and all modules in it, depth first; wrappers leave no trace in their names."""
     yield named
     inside = _attribute_of(named.module)
     for attribute, child in named.module._modules.items():

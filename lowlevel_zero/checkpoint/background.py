@@ -67,6 +67,7 @@ class Background(Future[T]):
             self._end.cancel()
 
     def _run_logged(self, work: Callable[[], T]) -> None:
+        """Do the work as ``run`` does, and log its error."""
         self.run(work)
         error = super().exception()
         if error is None:

@@ -197,6 +197,7 @@ def _room_for(like: Tensor, folder: Path) -> Tensor:
 
 
 def _safetensors() -> Any:
+    """Import safetensors and return it; raise ``ImportError`` with the install command if it is missing."""
     try:
         importlib.import_module("safetensors.torch")
         return importlib.import_module("safetensors")
@@ -205,6 +206,7 @@ def _safetensors() -> Any:
 
 
 def _save_model(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write ``tensors`` as a safetensors file; ``ValueError`` for a dtype that the format lacks."""
     library = _safetensors()
     try:
         library.torch.save_file(tensors, path, metadata={"format": "pt"})

@@ -330,6 +330,7 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
 
 
 def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
+    """Return the manifest's entry of a tensor: its shape, strides, dtype and kind; raise if it isn't dense."""
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
     if owner.record is not None:

@@ -127,6 +127,7 @@ def read_rank_state(path: str | os.PathLike[str], rank: int) -> dict[str, Any]:
 
 
 def _state_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Check and read the state that ``rank`` saved for itself; an empty dict if it saved none."""
     name = RANK_STATE.format(rank)
     if name not in manifest.files:
         return {}

@@ -182,6 +182,7 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler that accepts only the classes of torch.distributed.checkpoint's ``.metadata``."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class that a checkpoint's metadata may name; raise ``UnpicklingError`` for any other."""
         if module in ("pathlib", "pathlib._local") and name.removeprefix("Pure") in ("PosixPath", "WindowsPath"):
             # A checkpoint of another system may hold paths that can't be made here; they aren't used.
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))

@@ -153,6 +153,7 @@ class SavedCheckpoint:
             raise ValueError(f"{self.path}: damaged, {full} lacks {missing:,} elements: {TAKE_ANOTHER}")
 
     def _runs(self, full: str, saved: Shape) -> Iterator[_Run]:
+        """Yield the runs of elements of the tensor ``full``, each with its place in the checkpoint's files."""
         described = self.metadata.state_dict_metadata.get(full)
         if not isinstance(described, TensorStorageMetadata):
             raise ValueError(f"{self.path}: {full}: expected a tensor, got a pickle: {TAKE_ANOTHER}")

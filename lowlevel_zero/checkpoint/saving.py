@@ -270,6 +270,7 @@ def _check_keep(keep: int | None) -> None:
 
 
 def _tell_untrained(contents: Contents) -> None:
+    """Warn on the first rank if parameters that require gradients are trained by none of the optimizers."""
     untrained = [name for name, tensor in contents.saved.items() if tensor.kind == UNTRAINED]
     if untrained and contents.group.group_rank == 0:
         _log.warning(

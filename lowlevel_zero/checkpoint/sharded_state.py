@@ -304,6 +304,7 @@ class ShardedState:
             check_loss_scale(settings["loss_scale"])
 
     def _check_groups(self, got: Sequence[Sequence[str]]) -> None:
+        """Raise ``ValueError`` unless the saved param groups ``got`` have this optimizer's parameters, by name."""
         expected = self._group_names
         if len(got) != len(expected):
             raise ValueError(f"expected {len(expected)} param groups, got {len(got)}: {_REMEDY}")

@@ -103,6 +103,7 @@ class CheckpointWriter:
         return sums | {name: write_through(self._written / name, content) for name, content in files}
 
     def _write_tensors(self, path: Path) -> FileSum:
+        """Write this rank's parts of all tensors to the file ``path`` in the plan's order, and return its checksum."""
         with SummedFile(path) as file:
             for tensor in self._share.plan:
                 for part in tensor.parts_of(self._rank):

@@ -297,6 +297,7 @@ def _uneven(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> tuple[lis
 
 
 def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> RuntimeError:
+    """Return the error for ranks that have made different calls: it lists each rank's call."""
     calls = _calls_by_optimizer(statements)
     clip = "; where a rank has run no backward, torch.nn.utils.clip_grad_norm_ finds no gradients: clip by "
     return RuntimeError(

@@ -106,6 +106,7 @@ class HybridGroup(ShardGroup):
         super().connect(shared=False, own=False)  # no buffers travel in the group of all ranks
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
+        """Return the backend for ``device``: the outer and the inner groups' together, by way of the host on gloo."""
         staged = self.on_gloo(device) and is_staged(device)
         carrying = _HOST if staged else device
         outer, inner = self._outer.backend(carrying, fp8), self._inner.backend(carrying, fp8)
@@ -219,6 +220,7 @@ def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
 
 
 def _check_type(group: object) -> None:
+    """Raise ``TypeError`` unless ``group`` is a process group, or torch's mark for one without this rank."""
     if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise TypeError(
             f"{_KEYWORDS}: expected process groups, got {type(group).__name__} {group!r:.60}: pass what "
@@ -245,6 +247,7 @@ def _check_own(outer: Any, inner: Any) -> None:
 
 
 def _check_grid(is_grid: bool, row: list[int], columns: list[list[int]]) -> None:
+    """Raise ``ValueError`` unless inner and outer groups form a grid."""
     if not is_grid:
         raise ValueError(
             f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one place "

@@ -192,6 +192,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the group's timeout on ``device`` in seconds; torch's default where it isn't known."""
     options = None
     with suppress(RuntimeError):  # a device's communicator is made with its first tensor
         options = getattr(group._get_backend(device), "options", None)

@@ -194,6 +194,7 @@ class Progress:
             raise lost from error
 
     def _in_vain(self, collective: Collective, error: RuntimeError) -> str:
+        """Return the message for a wait that ended without the other ranks' part."""
         why = str(error)
         if isinstance(error, PeerError):
             why = f"nothing has come from rank {error.rank} within the process group's timeout"

@@ -155,6 +155,7 @@ class ShardGroup:
         self.progress.start(AGREEMENT, None, (), Work, make).wait()
 
     def _make_groups(self, shared: bool, sums_in_fp32: bool) -> None:
+        """Make the group of devices' buffers, and on gloo set up shared memory or messages. Communicates."""
         if self.size > 1:
             self._native = Native(self._data(), sums_in_fp32)
         if self.on_gloo(_HOST):
@@ -310,6 +311,7 @@ class ShardGroup:
             self.progress.start(BROADCAST, None, tensors, Work, spread).wait()
 
     def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
+        """Broadcast the bytes of ``tensors`` from rank 0, and copy back what had to travel on another device."""
         on_gloo = cache(self.on_gloo)  # asked for each of thousands of tensors
         carried = []
         for tensor in tensors:

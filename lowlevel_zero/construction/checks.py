@@ -126,6 +126,7 @@ def _check_one_device(named: Mapping[Tensor, str]) -> None:
 
 
 def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
+    """Raise ``ValueError`` or ``TypeError`` unless ``p`` is a dense floating-point leaf on a device of the group."""
     if not p.is_leaf:
         raise ValueError(f"{name}: expected a leaf tensor, got the result of an operation: pass a torch.nn.Parameter")
     if p.layout != torch.strided:

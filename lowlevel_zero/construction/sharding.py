@@ -70,6 +70,7 @@ class Sharding:
             self._alike[record.shard_group] += [record.padded, *(each for each in states if isinstance(each, Tensor))]
 
     def _record(self, p: nn.Parameter, position: Position, split: Split) -> ShardedParameter:
+        """Return the record of ``p``, and note the memory that ``p`` has left if its values were moved."""
         ranks, travel = self._parameters.shard_groups[position.shard_group], self._options.communication
         before = memory_of(p)
         record = ShardedParameter(position, p, split, ranks.rank, travel.dtype, travel.in_fp8(split))

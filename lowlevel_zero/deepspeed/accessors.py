@@ -210,6 +210,7 @@ def _read_one(param: Tensor, call: str, values: _Values) -> Tensor | None:
 def _read_all(
     model: nn.Module, call: str, values: _Values, device: torch.device | str | None
 ) -> dict[str, Tensor | None]:
+    """Return the values of all parameters of ``model`` by name, None without one. Communicates."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     named = dict(model.named_parameters())

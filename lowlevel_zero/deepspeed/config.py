@@ -94,6 +94,7 @@ def _one_of(values: Mapping[str, Any], path: str, value: Any) -> Any:
 
 
 def _stage(path: str, value: Any) -> int:
+    """Return the stage of the configuration, 1 for DeepSpeed's 0; raise if it isn't 0, 1 or 2."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{path}: expected 0, 1 or 2, got {type(value).__name__} {value!r}")
     if value not in (0, 1, 2):
@@ -155,6 +156,7 @@ _OFF = (False, 0, "none")
 
 
 def _warn_of_unread(given: Mapping[str, Any]) -> None:
+    """Warn of keys that aren't read, with the nearest key that is."""
     known = [*_OPTIONS, *_STATIC_SCALE, *_DYNAMIC_SCALE, *_ENABLED, *_PASSED_BY]
     off = {path.rpartition(".")[0] for path, value in given.items() if path.endswith(".enabled") and not value}
     unread = [
@@ -172,6 +174,7 @@ def _warn_of_unread(given: Mapping[str, Any]) -> None:
 
 
 def _loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return ``config`` if it is a dict, else the JSON object in the file that it names."""
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, (str, os.PathLike)):

@@ -139,6 +139,7 @@ class Guard:
         self.edited = []
 
     def _refuse_regrouped(self) -> None:
+        """Raise ``RuntimeError`` if the caller has changed the slices in the optimizer's param groups."""
         expected = self._parameters.slices
         groups = self._optim.param_groups
         if len(groups) != len(expected):

@@ -128,6 +128,7 @@ class Watch(Thread):
     # ---- answering ----
 
     def _answer(self) -> None:
+        """Answer a new question of another rank, if one is in the store, with this rank's progress."""
         if self._store.check(["questions"]):
             question = int(self._store.get("questions"))
             if question != self._answered:
@@ -167,6 +168,7 @@ class Watch(Thread):
         return answer if answer["question"] >= question else None
 
     def _in_words(self, place: Collective, answers: list[dict[str, Any] | None]) -> tuple[str, str]:
+        """Return as text the collective that this rank waits for, and which ranks are missing in it."""
         if self._progress.waits_for is not None:
             return str(place), _missing(place, answers) or _SLOW
         queued = ((each, _missing(each, answers)) for each in self._progress.queued())

@@ -66,6 +66,7 @@ def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) ->
 
 
 def _covering_group(pg_to_param_list: Mapping[Any, Any], optimizer: Optimizer) -> Any:
+    """Return the group that contains all others, if all trained parameters are listed; else None."""
     lists = [members for members in pg_to_param_list.values() if isinstance(members, (list, tuple))]
     listed = {p for members in lists for p in members if isinstance(p, Tensor)}
     if any(p.requires_grad and p not in listed for group in optimizer.param_groups for p in group["params"]):
@@ -108,6 +109,7 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
 def _groups_by_parameter(
     pg_to_param_list: Any, dp: ShardGroup, known: dict[Tensor, str]
 ) -> dict[Tensor, dist.ProcessGroup]:
+    """Return the process group of each listed parameter; raise if one is unknown or listed twice."""
     if not isinstance(pg_to_param_list, Mapping):
         raise TypeError(f"{_KEYWORD}: expected a dict of lists by process group, got {type(pg_to_param_list).__name__}")
     found: dict[Tensor, dist.ProcessGroup] = {}
@@ -130,6 +132,7 @@ def _groups_by_parameter(
 
 
 def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
+    """Raise unless one entry has a list of parameters under a group within the data-parallel one."""
     if not isinstance(members, (list, tuple)):
         raise TypeError(f"{_KEYWORD}: expected a list of parameters for each group, got {type(members).__name__}")
     if pg == dist.GroupMember.NON_GROUP_MEMBER:
@@ -187,6 +190,7 @@ def make_groups(
 
 
 def _check_parts(dp: ShardGroup, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raise ``ValueError`` on all ranks unless the members of each group list it alike. Communicates."""
     own = [(_ranks(pg), pg.group_name) for pg in groups]
     gathered = dict(zip(_ranks(dp.group), dp.all_gather_object(own), strict=True))
     for at in range(len(groups)):

@@ -55,6 +55,7 @@ class Calls:
             self._state.phase = Phase.COMPLETE
 
     def _finish(self, each: ShardedGroup, call: Call) -> None:
+        """Finish one shard group's gradients; where ranks have written weights, compare these first. Communicates."""
         try:
             each.reducer.finish(call)
         except WrittenOnSome as some:
@@ -75,6 +76,7 @@ class Calls:
             self._streams.join()
 
     def _agree_in_all_groups(self, call: Call, act: Callable[[ShardedGroup, Call], object]) -> None:
+        """Run ``act`` in each shard group, and agree with all ranks that none has failed. Communicates."""
         error, since = None, moment()
         for each in self._groups:
             try:

@@ -205,6 +205,7 @@ def _edit_text(func: Any, args: Args, kwargs: Keywords) -> str:
 
 
 def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient]) -> Any:
+    """Mark the edited gradients as current, and return the result of the in-place function."""
     for each in sharded:
         _edited(each)  # finishing reductions may have found that it was cleared
         each.keep_current()

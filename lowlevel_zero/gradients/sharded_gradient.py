@@ -67,6 +67,7 @@ class ShardedGradient(Handle):
 
     @classmethod
     def _without_memory(cls, like: Tensor, device: torch.device) -> Self:
+        """Return a tensor of ``like``'s shape and strides without memory, whose data pointer raises."""
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -133,6 +134,7 @@ class ShardedGradient(Handle):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """Raise for an assignment to ``.data``, unless it assigns the gradient itself."""
         if value is self:  # as ``model.to(device)`` does where nothing changes
             return
         if (value.dtype, value.device) != (self.dtype, self.device):

@@ -209,6 +209,7 @@ class Layout:
         return [f"of parameters that a rank owns whole {shares_text(shares)}"] if shares else []
 
     def _parameters(self) -> str:
+        """Return the table of parameters: each one's split, span, bucket and bytes."""
         head = ("parameter", "shape", "dtype", "group", "elements", "padding", "slice", "owners")
         rows: list[tuple[str, ...]] = [(*head, f"span of rank {self.rank}", "bucket", "offset", *OF_PARAMETERS)]
         for p in self.parameters:
@@ -221,6 +222,7 @@ class Layout:
         return aligned(rows, right=range(4, 15))
 
     def _buckets(self) -> str:
+        """Return the table of buckets: each one's ranks, dtype, members and sizes."""
         rows = [("bucket", "ranks", "dtype", "parameters", "slices", "row", "buffer", "")]
         for bucket in self.buckets:
             kind = (str(bucket.number), ranks_text(bucket.process_group), dtype_text(bucket.dtype))
@@ -261,6 +263,7 @@ def bytes_of(optimizer: Sharded) -> int:
 
 
 def _members(optimizer: Sharded, group: ShardedGroup) -> list[ParameterLayout]:
+    """Return the layouts of one shard group's parameters, with the present bytes of their states."""
     ranks, found = tuple(group.group.slice_ranks), []
     for record in group.records:
         states = sum(value.nbytes for value in tensors_in(optimizer.optim.state.get(record.p32, {})))

@@ -62,6 +62,7 @@ def carry_overrides(optimizer: Optimizer, parameters: ParameterStore) -> None:
 
 
 def _carry(optimizer: Any, parameters: ParameterStore) -> None:
+    """Register bitsandbytes' overrides of parameters for their slices, and drop overrides by place."""
     manager = optimizer.mng
     check_overrides(optimizer, [record.p for record in parameters], {record.p: record.name for record in parameters})
     for record in parameters:

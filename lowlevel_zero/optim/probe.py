@@ -59,6 +59,7 @@ def probe_parameters(optimizer: Optimizer, dims: Sequence[int]) -> str | None:
 
 
 def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) -> str | None:
+    """Return the difference that a trial of the optimizer finds, or why it could not be tried; None for none."""
     try:
         with undisturbed():
             return difference(optimizer)

@@ -102,6 +102,7 @@ def stored_state(optimizer: Optimizer, state: State) -> State:
 
 
 def _stored(state: State) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of an 8-bit state for a checkpoint: codes and scales apart, without lookup tables."""
     for key, value in state.items():
         if hasattr(value, "codes"):
             yield key + _CODES, value.codes
@@ -148,6 +149,7 @@ def _is_flat(value: object, p32: Tensor) -> bool:
 
 
 def _torchao_state(optimizer: Any, p32: Tensor, state: State) -> State:
+    """Return saved codes and scales as torchao's 8-bit tensors, or dequantised for a small parameter."""
     found: State = {}
     for key, value in state.items():
         name = key.removesuffix(_CODES)
@@ -166,6 +168,7 @@ def _quantises(optimizer: Any, p32: Tensor) -> bool:
 
 
 def _bnb_state(optimizer: Any, state: State) -> State:
+    """Return saved codes and scales as bitsandbytes' state, or dequantised for a small parameter."""
     found = dict(state)
     for key in [key for key in state if key.startswith("absmax")]:
         number, scale = key.removeprefix("absmax"), found.pop(key)

@@ -159,6 +159,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) -> str:
+    """Return the split that an optimizer's class needs, by its name or by trial; ``TypeError`` if neither fits."""
     if is_elementwise(optimizer):
         return BY_ELEMENTS
     by_elements = listed.reason if listed else probe_elements(optimizer)

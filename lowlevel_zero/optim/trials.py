@@ -159,6 +159,7 @@ def skip_ahead(optimizer: Optimizer, before: Mapping[tuple[int, Any], float]) ->
 
 
 def _numbers(optimizer: Optimizer) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+    """Yield each number that an optimizer keeps, with the dict that holds it and its key."""
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     holders: list[dict[Any, Any]] = [vars(optimizer), optimizer.state, *optimizer.param_groups, *states]
     for holder in holders:

@@ -63,6 +63,7 @@ def _only(by_name: Mapping[Name, Any]) -> Any:
 
 
 def _steps(checkpoint: SavedCheckpoint) -> tuple[int, int] | None:
+    """Return the least and the largest step count in a checkpoint; None if no parameter has one."""
     others = [state for settings in checkpoint.objects.optimizers.values() for state in settings["states"].values()]
     counts = [int(state["step"]) for state in others if "step" in state]
     for name, state in checkpoint.states.items():
@@ -93,6 +94,7 @@ def as_text(found: Mapping[str, Any], layout: Layout) -> str:
 
 
 def _heading(found: Mapping[str, Any], layout: Layout) -> Iterator[str]:
+    """Yield the lines above the table: who saved it, its steps, sizes and layout."""
     yield found["path"]
     yield "  saved    {saved}, format {format}, lowlevel_zero {version}, torch {torch}".format(**found)
     yield f"  by       {counted(found['world_size'], 'rank')}, stage {found['stage']}"
@@ -122,6 +124,7 @@ def _bytes(lines: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
 
 
 def _table(found: Mapping[str, Any], layout: Layout) -> str:
+    """Return the table of a checkpoint's tensors, with their states, bytes and splits."""
     head = ("name", "shape", "dtype", "group", "state", "bytes", "state's bytes")
     rows: list[tuple[str, ...]] = [(*head, "padding", "slice", "owners", "span", "a rank holds")]
     laid_out = {p.name: p for p in layout.parameters}
@@ -147,6 +150,7 @@ def _split_cells(p: ParameterLayout | None) -> tuple[str, ...]:
 
 
 def _rest(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines below the table: param groups, loss scale, scheduler, ``extra`` and ranks' own states."""
     seen: Counter[Name] = Counter()
     for group in found["groups"]:
         name = group.get("optimizer")

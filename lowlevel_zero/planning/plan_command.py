@@ -112,6 +112,7 @@ def _made(name: str) -> nn.Module:
 
 
 def _memory(options: argparse.Namespace, model: nn.Module | int, title: str, facts: dict[str, Any]) -> str:
+    """Return the estimate of memory for each number of ranks and stage, as a table or as JSON."""
     keywords = {name: getattr(options, name) for name in _OF_MEMORY}
     found = [
         estimate(model, world_size, stage, cpu_offload=offload, **keywords)
@@ -142,6 +143,7 @@ def _memory_row(each: Estimate, scale: int, unequal: bool) -> tuple[str, ...]:
 
 
 def _time(options: argparse.Namespace, model: nn.Module | int, title: str, facts: dict[str, Any]) -> str:
+    """Return the estimate of a step's time for each number of ranks and stage, as a table or as JSON."""
     travels = as_dtype("communication_dtype", options.communication_dtype)
     travel = Communication(options.reduce_bucket_size, travels, fp8=options.fp8_communication)
     chosen = ZeroOptions(forced_dtype=as_dtype("dtype", options.dtype), communication=travel)

@@ -72,6 +72,7 @@ class PlannedRun:
         self.shapes = _cut(model, self.bucket_size, options) if isinstance(model, (int, float)) else self._shapes(named)
 
     def _shapes(self, named: Sequence[tuple[str, Tensor]]) -> list[Shape]:
+        """Return each parameter's name, shape, dtype and param group; None is the group of a frozen one."""
         groups = self.states.optimizer.param_groups
         group_of = {p: at for at, group in enumerate(groups) for p in group["params"]}
         if group_of.keys().isdisjoint(p for _, p in named):
@@ -106,6 +107,7 @@ class PlannedRun:
         return splits_of(choices, world_size)
 
     def _parameter(self, shape: Shape, split: Split, world_size: int) -> ParameterLayout:
+        """Return the layout of one parameter, with the bytes of the states that a step will make."""
         options, group, dtype = self.options, shape.group or 0, self.options.master_dtype(shape.dtype)
         if not split.numel:
             states = [0] * (group + 1)
@@ -118,6 +120,7 @@ class PlannedRun:
 
 
 def _named_parameters(model: nn.Module | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the parameters of a model, or of a list, by name; raise if there is none."""
     if isinstance(model, nn.Module):
         named: list[tuple[str, Tensor]] = list(model.named_parameters())
     else:
@@ -132,6 +135,7 @@ def _named_parameters(model: nn.Module | Iterable[Tensor]) -> list[tuple[str, Te
 
 
 def _cut(numel: float, bucket_size: int, options: ZeroOptions) -> list[Shape]:
+    """Return parameters of ``bucket_size`` elements each that together have ``numel``."""
     _ELEMENTS("model_or_numel", numel)
     whole, rest = divmod(int(numel), bucket_size)
     sizes = [bucket_size] * whole + [rest] * (rest > 0)

@@ -46,6 +46,7 @@ def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int
 
 
 def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
+    """Return the ranks to lay a checkpoint out for: ``world_size`` ranks, by default as many as saved it."""
     saved_by = settings["slices"]
     size = saved_by if world_size is None else world_size
     if size < 1:
@@ -92,6 +93,7 @@ def _splits(
 def _parameter(
     checkpoint: SavedCheckpoint, name: str, ranks: Ranks, options: ZeroOptions, split: Split
 ) -> ParameterLayout:
+    """Return the layout of one saved parameter, with the bytes of a rank's part of its saved states."""
     entry, stored = checkpoint.manifest.tensors[name], checkpoint.states.get(name, {})
     states = 0
     for key, value in stored.items():

@@ -121,6 +121,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         return super().enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config)  # type: ignore[no-any-return]
 
     def _add_lora(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Give a LoRA model's adapters to its optimizer; raise ``ValueError`` if the model has none."""
         if not isinstance(model, PeftModel):
             raise ValueError(
                 f"model: expected what booster.enable_lora returned, got a {type(model).__name__}: "

@@ -150,6 +150,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
     # ---- what torch.distributed.checkpoint asks a tensor for ----
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        """Return an item for each box of this rank, as ``torch.distributed.checkpoint`` writes it."""
         found = []
         for chunk in self._chunks():
             data = TensorWriteData(chunk, TensorProperties(self.dtype), self.size())

@@ -58,6 +58,7 @@ class GlobalNames:
         return {self._own[name]: value for name, value in own.items()}
 
     def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
+        """Number the experts that several groups have under one name. Communicates with experts."""
         place = {rank: at for at, rank in enumerate(groups[0].slice_ranks)}
         ranks_of = [tuple(place[rank] for rank in group.slice_ranks) for group in groups]
         own = {name: ranks_of[number] for name, number in number_of.items() if number}

@@ -170,6 +170,7 @@ def add_sample(samples: dict[int, State], state: Mapping[str, Any], record: Shar
 
 
 def _sample(value: Any, p: Tensor) -> Any:
+    """Return a value of a state on the CPU, and zeros of ``TRIED`` elements in place of one of ``p``'s shape."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if value.shape == p.shape and p.dim():

@@ -139,6 +139,7 @@ def _batches(slices: Iterable[Slice], world_size: int) -> Iterator[list[Slice]]:
 
 
 def _gathered(batch: Sequence[Slice], group: ShardGroup) -> list[Tensor]:
+    """Gather the slices of one batch together, and return the whole tensors. Communicates."""
     lead = batch[0].record
     shapes = [(lead.split.rows, each.own.numel()) for each in batch]
     rows = [torch.empty(shape, dtype=batch[0].own.dtype, device=lead.padded.device) for shape in shapes]
@@ -211,6 +212,7 @@ def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str,
 
 
 def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
+    """Return this rank's slice of a state of the parameter's shape; other values as they are."""
     if isinstance(value, Tensor) and record.p32.device.type == "cpu":
         value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
     if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:

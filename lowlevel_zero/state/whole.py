@@ -262,6 +262,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
+    """Copy ``tensor`` into the host's tensor under ``key``, which is made, pinned for a device, if it is missing."""
     if key not in pinned:
         pins = tensor.device.type != "cpu"
         pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
@@ -308,6 +309,7 @@ def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapp
 
 
 def _check_shapes(state: Mapping[str, Any], record: ShardedParameter) -> None:
+    """Raise ``ValueError`` if a state has another shape than its parameter."""
     for key, value in state.items():
         is_other = isinstance(value, Tensor) and value.dim() > 0 and value.shape != record.p.shape
         if is_other and (record.split.owner is None or key == MASTER):

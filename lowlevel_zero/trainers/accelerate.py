@@ -63,6 +63,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def _shard(self, optimizer: Optimizer) -> LowLevelZeroOptimizer:
+        """Return a ZeRO optimizer over the prepared models that hold the parameters. Communicates."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         models = [model for model in dict.fromkeys(self._models) if not own.isdisjoint(model.parameters())]
         if not models:
@@ -133,6 +134,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
+        """Hide the prepared optimizers from accelerate for the time of the body."""
         prepared, self._optimizers = self._optimizers, []
         try:
             yield

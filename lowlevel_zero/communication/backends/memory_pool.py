@@ -147,6 +147,7 @@ class Memory:
         return [torch.frombuffer(self.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
 
     def _new(self, nbytes: int) -> Block:
+        """Take a new block of ``nbytes`` behind the others; raise ``MemoryError`` if the address space is used up."""
         if self._top + nbytes > self.address.memory.size:
             raise MemoryError(_exhausted(nbytes, "all of its address space is taken"))
         block = Block(self._top, nbytes, self._readers.setdefault(self._top, set()))
@@ -180,6 +181,7 @@ def open_pool(ranks: HostBackend, timeout: float, threads: Threads) -> Memory | 
 
 
 def _or_why_not(make: Callable[[], T]) -> T | str:
+    """Return what ``make`` returns; if the system refuses it, return the reason as text."""
     try:
         return make()
     except (ImportError, AttributeError) as error:

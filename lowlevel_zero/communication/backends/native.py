@@ -40,6 +40,7 @@ class Native(BufferBackend):
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        """Return the process group, or raise ``RuntimeError`` if it has been destroyed."""
         group = self._ref()
         if group is None:
             raise RuntimeError(

@@ -166,6 +166,8 @@ class _Message(NamedTuple):
 
 
 def _work(works: list[_Message], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
+    """Return a work that waits for all messages in ``works`` and then returns ``make()``."""
+
     def finish() -> T:
         for work in works:
             work.wait()
