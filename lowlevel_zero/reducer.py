@@ -1,4 +1,4 @@
-"""The reducer: opens and closes gradient syncs, and has the ranks agree so that all run the same ones.
+"""The reducer: decides which sync carries a gradient, and has the ranks agree so that all run the same syncs.
 
 - ``optimizer.backward`` is one sync on every rank, whatever its loss touched there.
 - A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
@@ -9,9 +9,6 @@
 - Where there are other optimizers, the gradients of a plain ``loss.backward()`` are reduced once the ranks have agreed,
   and so are those of further shard groups. Each rank alone knows what it has run: with reductions that start as they
   come, ranks would give a communicator different orders, or wait for each other in different optimizers.
-- No backward waits for other ranks without end, since they may be waiting for this one in another call: it bounds the
-  buffers in flight as long as the others keep up. Where it is to hear what they use, and doesn't, its sync is put off
-  until the ranks have agreed on a call.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
   sync, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
@@ -23,10 +20,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -37,13 +33,13 @@ from torch.utils.hooks import RemovableHandle
 from .bookkeeping.bucket_plan import LearntPlan, PlanState
 from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.gradient_sync import GradientSyncs
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Damage, Phase, StepState, refuse_compiled
+from .bookkeeping.unused_parameters import UnusedParameters
 from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
-from .communication.work import Work
 from .options import ZeroOptions
-from .unused_parameters import UnusedParameters
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -51,8 +47,6 @@ _BACKWARDS = Alike(
     "the same backwards of this optimizer",
     "run them alike on all ranks, and begin the step anew with optimizer.zero_grad() on all",
 )
-# Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
-_PATIENCE = 1.0
 
 
 class Reducer:
@@ -67,7 +61,7 @@ class Reducer:
         state: of the optimizer's step.
 
     Attributes:
-        buckets: as given.
+        syncs: the syncs that carry gradients.
         plan: the buckets that reductions follow, from the next sync on.
         remove_hooks: leaves the parameters as they were before.
         has_lacked: a step has lacked a gradient of some parameter on some rank.
@@ -82,38 +76,34 @@ class Reducer:
         number: int,
         state: StepState,
     ) -> None:
-        self.buckets = buckets
-        self._streams = buckets.streams
         self._state = state
         self._number = number
         self._records = parameters.by_shard_group[number]
         self._group = group = parameters.shard_groups[number]
-        self._ranks = parameters.shard_groups[0]
         self._gradients = gradients
+        self._buckets = buckets
+        self._streams = buckets.streams
         self._half = any(record.p.dtype == torch.float16 for record in self._records)
-        # A rank must not wait in one shard group for a peer that may be waiting for it in another.
-        device = self._records[0].padded.device
-        backend, alone = group.backend(device), len(parameters.by_shard_group) == 1
-        limited = alone and (options.stage == 2 or backend.limits_all_reduce)
-        self._most_in_flight = backend.in_flight if limited else None
-        self._in_order = group.has_others and not group.on_gloo(device)
         self._overlaps = options.communication.overlap_reductions
-        self._keeps_some = False  # gradients of plain backwards, until the ranks agree
-        self._by_itself = True  # no other optimizer's backward runs within that of the open sync
-        self._starts_early = False  # buckets of the open sync, before its end
-        self._unused = UnusedParameters(parameters, number)
+        device = self._records[0].padded.device
         bucket_size = options.communication.bucket_size or group.bucket_size(device)
         wide = options.communication.pad_buckets_for_high_nccl_busbw
         self.plan = LearntPlan(self._records, group, bucket_size, wide)
+        self._unused = UnusedParameters(parameters, number)
+        # A rank must not wait in one shard group for a peer that may be waiting for it in another.
+        backend, alone = group.backend(device), len(parameters.by_shard_group) == 1
+        most = backend.in_flight if alone and (options.stage == 2 or backend.limits_all_reduce) else None
+        self._in_order = group.has_others and not group.on_gloo(device)
+        of_all = parameters.shard_groups[0]
+        self.syncs = GradientSyncs(
+            group, of_all, self.plan, self._unused, gradients, buckets, state, most, self._in_order
+        )
         self._hooks: list[RemovableHandle] = []
         self.remove_hooks = finalize(self, _remove, self._hooks)
-        self._announced: Work[bytes] | None = None  # the parameters that the open sync carries
-        self._unread: deque[Work[bytes]] = deque()  # of syncs that carried all parameters
-        self._put_off: deque[Work[bytes]] = deque()  # of syncs that run when all ranks agree
+        self._keeps_some = False  # gradients of plain backwards, until the ranks agree
         self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
         self._edited: Counter[str] = Counter()  # edits of gradients that the ranks are to agree on
         self.has_lacked = False
-        self._may_be_alone = False  # with a sync of this step, that of a plain ``loss.backward()``
         self._graph_task = -1
         self._warned = number > 0 or group.group_rank > 0
         self.extend()
@@ -130,27 +120,22 @@ class Reducer:
 
     def plan_state(self) -> PlanState | None:
         """Return the learnt order and what goes with it, to be saved; None: no step has been taken yet."""
-        return self.plan.state(self.buckets.repeats, self._unused.detecting) if self.plan.known else None
+        return self.plan.state(self._buckets.repeats, self._unused.detecting) if self.plan.known else None
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Follow another run's bucket plan, or a new one; parameters count as whole. Gradients must be cleared."""
         self._state.failure.mend(Damage.PARAMETERS)
         order, came, repeats, detecting = state or PlanState([], 0, [], False)
-        self.buckets.repeats = set(repeats)
+        self._buckets.repeats = set(repeats)
         self._unused.restore(detecting)
         self.plan.restore(order, came)
         self.plan.follow(self._unused.detecting)
 
     # ---- gradients come ----
 
-    @property
-    def _shares_order(self) -> bool:
-        """Return whether several optimizers share one order of reductions on a device."""
-        return self._in_order and self._ranks.context.is_shared
-
     def agree_on_backward(self) -> None:
         """Raise on all ranks unless all run the same backward, if optimizers share an order. Communicates then."""
-        if self._state.syncs and self._shares_order:
+        if self._state.syncs and self.syncs.shares_order:
             within = any(each.syncs for each in StepState.in_backward)  # which starts its reductions after these
             doing = "run a backward within another optimizer's" if within else "run a backward"
             done = (
@@ -167,14 +152,14 @@ class Reducer:
             by_itself: no other optimizer's backward runs within.
         """
         if self._state.syncs:
-            if self._shows_some or self.buckets.is_open:
+            if self._shows_some or self._buckets.is_open:
                 self._drop_cleared()
-                if self.buckets.is_open:
+                if self._buckets.is_open:
                     self._close_sync()
                 self._gradients.take_out()
-            self._by_itself = by_itself or self._state.is_alone
-            ordered = self._number == 0 and (by_itself or not self._shares_order)
-            self._starts_early = self._overlaps and (ordered or not self._in_order)
+            self.syncs.by_itself = by_itself or self._state.is_alone
+            ordered = self._number == 0 and (by_itself or not self.syncs.shares_order)
+            self.syncs.starts_early = self._overlaps and (ordered or not self._in_order)
             reached = None
             try:
                 if self._unused.detecting:
@@ -189,12 +174,12 @@ class Reducer:
         """
         if failed and not isinstance(sys.exc_info()[1], Exception):
             self._gradients.put_back()
-        elif self._state.syncs and self.buckets.is_open:
+        elif self._state.syncs and self._buckets.is_open:
             self._close_sync()
-            self._unused.lacked |= self.buckets.lacked and not failed
+            self._unused.lacked |= self._buckets.lacked and not failed
         else:
             self._gradients.put_back()
-            if self._put_off and self._state.syncs:
+            if self.syncs.put_off and self._state.syncs:
                 self._show_kept()
 
     @staticmethod
@@ -202,18 +187,15 @@ class Reducer:
         """Handle a gradient that autograd has just left in ``p.grad``: fill its bucket, and start complete ones."""
         self = reducer()
         assert self is not None, "its hooks go with it"
-        buckets, state, running = self.buckets, self._state, StepState.in_backward
+        buckets, state, running = self._buckets, self._state, StepState.in_backward
         usual = running and running[-1] is state and state.syncs and buckets.is_open and buckets.expected is None
         earlier, record.arrived = record.arrived, True
         if self._streams.several:
             self._streams.note_gradient_stream()
         if (earlier or not usual) and not self._admit(record, earlier):
             return
-        if buckets.fill(record) and self._starts_early:
-            if self._announced is not None and self._announced.ready():
-                self._read_announced(self._announced)
-            if self._announced is None:
-                self._start()
+        if buckets.fill(record) and self.syncs.starts_early:
+            self.syncs.start_complete()
 
     def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
         """Return whether the open sync takes a gradient; open the sync of a plain ``loss.backward()`` if none is open.
@@ -221,22 +203,22 @@ class Reducer:
         A frozen one goes; in a sync of everything its bucket sees to that. ``earlier``: ``p.grad`` had another before.
         """
         if not record.p32.requires_grad:
-            of_this_sync = self.buckets.is_open and record.index in self.buckets.arrivals
+            of_this_sync = self._buckets.is_open and record.index in self._buckets.arrivals
             record.drop_gradient(earlier and not of_this_sync and record.may_be_a_sum)
             return False
         running = StepState.in_backward
         of_another = bool(running) and running[-1] is not self._state
         if not self._state.syncs or of_another:
-            if of_another and self._state.syncs and not (self.buckets.is_open or self._state in running):
+            if of_another and self._state.syncs and not (self._buckets.is_open or self._state in running):
                 self._keep_until_all_agree(record)
                 return False
             if self._state.phase is Phase.COMPLETE:
                 self._state.phase = Phase.COMING
             record.note_waiting()
             return False
-        if not self.buckets.is_open:
+        if not self._buckets.is_open:
             self._check_plain(record)
-            if self._number > 0 or not self._state.is_alone or self._shares_order or self._put_off:
+            if self._number > 0 or not self._state.is_alone or self.syncs.shares_order or self.syncs.put_off:
                 self._keep_until_all_agree(record)
                 return False
             self._open_plain()
@@ -263,10 +245,10 @@ class Reducer:
 
     def _open_plain(self) -> None:
         """Open the sync of a plain ``loss.backward()``, whose first gradient has come."""
-        self._may_be_alone = True
+        self.syncs.may_be_alone = True
         self._drop_cleared()
         self._open_sync()
-        self._starts_early = self._overlaps
+        self.syncs.starts_early = self._overlaps
 
     def _keep_until_all_agree(self, record: ShardedParameter) -> None:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call.
@@ -292,7 +274,7 @@ class Reducer:
         """Close the sync of a plain backward that has ended, unless it was nested in another."""
         if torch._C._current_autograd_node() is not None:
             return
-        if self.buckets.is_open:
+        if self._buckets.is_open:
             self._close_sync()
             self._state.failure.raise_deferred()
         elif self._keeps_some:
@@ -309,20 +291,9 @@ class Reducer:
     # ---- one sync ----
 
     def _open_sync(self, reached: set[int] | None = None) -> None:
-        """Open a sync; ``reached``: the parameters that may get gradients; None: any. Communicates if detecting."""
+        """Open a sync as ``GradientSyncs.open`` does; warn once of gradients that a step has used already."""
         self._graph_task = -1
-        self._state.phase = Phase.COMING
-        if self._put_off:  # all ranks run their syncs in one order
-            named = None if reached is None else reached.union(self._leftovers())
-            self._put_off.append(self._unused.announce_sync(named))
-            return
-        if self.buckets.in_flight:
-            self._finish_some(leave=0)
-        self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
-        if reached is not None:
-            self._announced = self._unused.announce_sync(reached.union(self._leftovers()))
-        elif self._unused.detecting:
-            self._unread.append(self._unused.announce_sync(None))
+        self.syncs.open(reached)
         if not self._warned and self._gradients.buckets and self._gradients.has_stepped:
             self._warned = True
             _log.warning(
@@ -330,105 +301,15 @@ class Reducer:
                 "model.zero_grad() was called: call optimizer.zero_grad() after each step"
             )
 
-    def _join_sync(self, used: bytes | None) -> None:
-        """Run a sync that other ranks ran, with this rank's leftovers or zeros. Communicates.
-
-        None: of everything.
-        """
-        self.buckets.open_sync(self.plan.whole if used is None else self.plan.of(used), ())
-        self._close_sync()
-
-    def _read_announced(self, announced: Work[bytes]) -> None:
-        """Read which parameters the ranks will use in the open sync, and make its buckets."""
-        self._announced = None
-        self.buckets.follow(self.plan.of(announced.wait()))
-
     def _close_sync(self) -> None:
-        """Start the remaining buckets of the open sync, and close it. Communicates."""
-        if self._announced is not None:
-            if not self._comes(self._announced):
-                self._put_off_sync(self._announced)
-                return
-            self._read_announced(self._announced)
-        if self.buckets.waiting:
-            self._start(close=True)
-        self.buckets.close()
-        if self._gradients.taken_out:
-            self._gradients.put_back()
-        self._group.progress.micro_batch += 1
-        if not self.plan.known:
-            self.plan.saw(list(self.buckets.arrivals))
-        if self.buckets.unexpected:
-            self._unused.learn(self.buckets.unexpected)
-        self._finish_some()
-
-    def _put_off_sync(self, announced: Work[bytes]) -> None:
-        """Close a sync without running it; its gradients stay in ``p.grad`` until all ranks agree."""
-        self._put_off.append(announced)
-        self._announced = None
-        self.buckets.close()
-        self._gradients.put_back()
-        self._show_kept()
-
-    def _start(self, close: bool = False) -> None:
-        """Start complete buckets in the plan's order; with ``close``, all that are left. Communicates."""
-        waiting = self.buckets.waiting
-        while waiting and (close or not waiting[0].missing):
-            self.buckets.start_next()
-            self._finish_some()
-
-    def _leftovers(self, touched: Iterable[ShardedParameter] | None = None) -> list[int]:
-        """Return the indices of parameters whose ``p.grad`` holds an unreduced gradient."""
-        return [
-            record.index
-            for record in (self._gradients.touched() if touched is None else touched)
-            if record.unreduced is not None and not record.is_empty
-        ]
-
-    # ---- reductions end, in the order of starting ----
-
-    def _finish_some(self, leave: int | None = None) -> None:
-        """Finish old reductions during a backward, to bound the buffers held; wait only while ranks keep up.
-
-        Wait for none where this rank may be alone with it: others may not have begun, and not begin until all agree.
-        """
-        in_flight = self.buckets.in_flight
-        if not self._may_be_alone and self._by_itself and self._state in StepState.in_backward:
-            leave = self._most_in_flight if leave is None else leave
-            while leave is not None and len(in_flight) > leave and self._comes(in_flight[0].work):
-                self._finish_oldest()
-        while in_flight and in_flight[0].work.ready():
-            self._finish_oldest()
-
-    def _comes(self, work: Work[Any]) -> bool:
-        """Wait up to a second for other ranks' part of a work; return whether it has come.
-
-        They may have come to another call than a backward, and wait for this rank there. Once a wait was in vain there
-        are no more until the ranks have agreed. Where several optimizers share an order, they have agreed on this
-        backward.
-        """
-        if work.ready() or self._shares_order:
-            return True
-        if not self._may_be_alone:
-            self._may_be_alone = not self._group.comes(work, _PATIENCE)
-        return not self._may_be_alone
-
-    def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction and add its sum, or zeros after an error, which a later call raises."""
-        bucket = self.buckets.in_flight.popleft()
-        with self._streams.beside():
-            try:
-                self._gradients.accumulate(bucket, bucket.finish_reduce(self._streams))
-            except BaseException as error:
-                self._state.failure.defer(error)
-                self._gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
-            if bucket.dropped_next:
-                self._gradients.drop(bucket.dropped_next)
+        """Close the open sync; if it is put off, show sharded gradients until the ranks agree. Communicates."""
+        if not self.syncs.close():
+            self._show_kept()
 
     @property
     def _shows_some(self) -> bool:
         """Return whether a sharded gradient may be in ``p.grad``."""
-        return self._keeps_some or bool(self.buckets.in_flight or self._gradients.buckets)
+        return self._keeps_some or bool(self._buckets.in_flight or self._gradients.buckets)
 
     def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None) -> None:
         """Drop the gradients whose ``p.grad`` the caller has set to None, behind reductions under way.
@@ -436,7 +317,7 @@ class Reducer:
         A sum that is still under way is dropped behind it, so that sums change in one order on all ranks, however fast
         each of them is.
         """
-        in_flight = self.buckets.in_flight
+        in_flight = self._buckets.in_flight
         if not self._shows_some:
             return
         touched = self._gradients.touched() if touched is None else touched
@@ -505,23 +386,17 @@ class Reducer:
         call = call._replace(error=call.error or self._state.failure.refusal(call.name, completes))
         try:
             self._drop_cleared(touched)
-            if self.buckets.is_open:
+            if self._buckets.is_open:
                 self._close_sync()
                 touched = None
             self._state.failure.raise_deferred()
         except Exception as error:  # of whatever kind: others would wait for the agreement
             call = call._replace(error=call.error or error)
-        agreed = self._compare(call, self._leftovers(touched) if completes else [])
+        agreed = self._compare(call, self._gradients.leftovers(touched) if completes else [])
         self._state.agreed = True
-        while self._unread:
-            self._unread.popleft().wait()
-        while self._put_off:
-            self._join_sync(self._put_off.popleft().wait())
-        while self._group.progress.micro_batch < agreed.syncs:
-            self._join_sync(self._agree_on_use(completes) if self._unused.detecting else None)
+        self.syncs.catch_up(agreed.syncs, completes)
         present = self._unused.exchange_presence().wait() if agreed.lacks else None
-        while self.buckets.in_flight:
-            self._finish_oldest()
+        self.syncs.finish()
         self._keeps_some &= not completes
         return present
 
@@ -540,18 +415,14 @@ class Reducer:
             cleared = [text for _, text in sorted(self._dropped)]
             written = [record.name for record in call.written if record.shard_group == self._number]
             edited = sorted(f"{what} ({times} times)" if times > 1 else what for what, times in self._edited.items())
-        self._may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        syncs = self._group.progress.micro_batch + len(self._put_off) + bool(leftovers)
+        self.syncs.may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
+        syncs = self._group.progress.micro_batch + len(self.syncs.put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
         agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failure.words)
-        self._may_be_alone = False
+        self.syncs.may_be_alone = False
         self._dropped.clear()
         self._edited.clear()
         return agreed
-
-    def _agree_on_use(self, completes: bool) -> bytes:
-        """Return which parameters some rank uses in a sync that this rank has not run. Communicates."""
-        return self._unused.announce_sync(self._leftovers() if completes else ()).wait()
 
     def discard(self, call: Call) -> None:
         """Finish what is under way for ``zero_grad``, and count syncs from 0 again. Communicates.
@@ -582,16 +453,7 @@ class Reducer:
     @property
     def has_gradients(self) -> bool:
         """Return whether a backward has left unreduced gradients here."""
-        return bool(self.buckets.arrivals or self._leftovers())
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no sync is open and no reduction is under way."""
-        return not self.buckets.is_open and not self.buckets.in_flight
-
-    def under_way(self) -> list[Work[Tensor]]:
-        """Return the works of the reductions under way."""
-        return [bucket.work for bucket in self.buckets.in_flight]
+        return bool(self._buckets.arrivals or self._gradients.leftovers())
 
 
 def _copy(value: Tensor, own: Tensor) -> None:

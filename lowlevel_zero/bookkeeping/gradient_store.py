@@ -247,6 +247,14 @@ class GradientStore:
             or record.pending is not None
         ]
 
+    def leftovers(self, touched: Iterable[ShardedParameter] | None = None) -> list[int]:
+        """Return the indices of parameters whose ``p.grad`` holds an unreduced gradient."""
+        return [
+            record.index
+            for record in (self.touched() if touched is None else touched)
+            if record.unreduced is not None and not record.is_empty
+        ]
+
     def hide_cleared(
         self, touched: Iterable[ShardedParameter], in_flight: Collection[Bucket]
     ) -> list[ShardedParameter]:

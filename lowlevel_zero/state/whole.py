@@ -155,7 +155,7 @@ class WholeState(NamedTuple):
                 lines += _described(state_dict)
         extras = state_dict.get(EXTRAS) or {}
         self.load_shards(state_dict["param_groups"], [state_dict["state"]], extras)
-        if all(group.reducer.idle for group in self.groups):
+        if all(group.reducer.syncs.idle for group in self.groups):
             _restore_plans(self.groups, [extras.get("plan"), *extras.get(OTHER_PLANS, [])])
 
     def load_shards(

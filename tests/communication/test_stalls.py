@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, reducer
+from lowlevel_zero.bookkeeping import gradient_sync
 from lowlevel_zero.communication.agreement import agree
 from lowlevel_zero.communication.progress import NORM, REDUCTION, About
 from lowlevel_zero.communication.shard_group import ShardGroup
@@ -151,7 +152,7 @@ def test_a_wait_that_a_backward_gave_up_is_over_with_its_collective(
 ) -> None:
     """Rank 0's second backward goes on without rank 1; when rank 1 has come, rank 0 waits for nothing any more."""
     monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(carrier == "shared memory")))
-    monkeypatch.setattr(reducer, "_PATIENCE", 0.1)
+    monkeypatch.setattr(gradient_sync, "_PATIENCE", 0.1)
     ended = Reports()
 
     def stall(rank: int, model: nn.Module, optimizer: LowLevelZeroOptimizer, reports: Reports) -> None:
@@ -418,7 +419,7 @@ def test_a_call_of_one_rank_alone_is_named_on_all_that_wait(
     subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others train on, or wait somewhere else for the one that has been sent to save, say."""
-    monkeypatch.setattr(reducer, "_PATIENCE", 0.1)
+    monkeypatch.setattr(gradient_sync, "_PATIENCE", 0.1)
 
     def call(rank: int, world_size: int, call: str, elsewhere: bool) -> str:
         model = net(6)

@@ -35,6 +35,7 @@ class Mistake(NamedTuple):
 
 REDUCER, STEPPER, OPTIMIZER = "reducer.py", "stepper.py", "optimizer.py"
 BUCKETS, SUMS = "bookkeeping/bucket_store.py", "bookkeeping/gradient_store.py"
+SYNCS = "bookkeeping/gradient_sync.py"
 GATHERS, AGREEMENT = "bookkeeping/gather_store.py", "communication/agreement.py"
 SHARD_GROUP = "communication/shard_group.py"
 
@@ -120,8 +121,8 @@ MADE_ONCE = [
         (
             Change(
                 REDUCER,
-                "not self._state.is_alone or self._shares_order or self._put_off:",
-                "self._put_off:",
+                "not self._state.is_alone or self.syncs.shares_order or self.syncs.put_off:",
+                "self.syncs.put_off:",
             ),
         ),
         197,
@@ -169,7 +170,7 @@ DRAWN = [
         "sharded gradients that a second backward didn't touch don't come back to p.grad",
         (
             Change(
-                REDUCER,
+                SYNCS,
                 "        if self._gradients.taken_out:\n            self._gradients.put_back()\n        self._group",
                 "        self._gradients.taken_out.clear()\n        self._group",
             ),
@@ -183,13 +184,13 @@ DRAWN = [
     ),
     Mistake(
         "one of several announced syncs is read before the ranks agree",
-        (Change(REDUCER, "        while self._unread:\n", "        if self._unread:\n"),),
+        (Change(SYNCS, "        while self._unread:\n", "        if self._unread:\n"),),
     ),
     Mistake(
         "a gradient that was dropped while it was on its way stays",
         (
             Change(
-                REDUCER,
+                SYNCS,
                 "            if bucket.dropped_next:\n                self._gradients.drop(bucket.dropped_next)\n",
                 "",
             ),

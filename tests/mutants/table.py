@@ -24,8 +24,9 @@ class Mutant(NamedTuple):
 
 
 REDUCER, STEPPER, SCALER = "reducer.py", "stepper.py", "loss_scaler.py"
-UNUSED, SPLIT, OPTIMIZER = "unused_parameters.py", "partition.py", "optimizer.py"
+UNUSED, SPLIT, OPTIMIZER = "bookkeeping/unused_parameters.py", "partition.py", "optimizer.py"
 PLAN, BUCKETS = "bookkeeping/bucket_plan.py", "bookkeeping/bucket_store.py"
+SYNCS = "bookkeeping/gradient_sync.py"
 SUMS, GATHERS = "bookkeeping/gradient_store.py", "bookkeeping/gather_store.py"
 RECORDS, WHOLE = "bookkeeping/sharded_parameter.py", "state/whole.py"
 FLAT, FP8 = "communication/flat_buffers.py", "communication/fp8.py"
@@ -159,8 +160,8 @@ MUTANTS = [
     ),
     Mutant(
         "a rank doesn't join the syncs of others",
-        REDUCER,
-        "while self._group.progress.micro_batch < agreed.syncs:",
+        SYNCS,
+        "while self._group.progress.micro_batch < syncs:",
         "while False:",
         UNUSED_TESTS,
     ),

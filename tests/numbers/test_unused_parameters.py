@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, unused_parameters
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping import unused_parameters
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.internals import with_and_without_detection
 from tests.support.numbers import trained
@@ -93,7 +94,7 @@ def test_buckets_behind_a_dropped_layer_start_in_the_midst_of_backward(subtests:
 
     def until_all_have_announced(optimizer: LowLevelZeroOptimizer) -> None:
         """What they will use: before that no bucket can start."""
-        announced, deadline = optimizer.sharded_groups[0].reducer._announced, time.monotonic() + TIMEOUT
+        announced, deadline = optimizer.sharded_groups[0].reducer.syncs._announced, time.monotonic() + TIMEOUT
         while announced is not None and not announced.ready() and time.monotonic() < deadline:
             time.sleep(0.001)
 

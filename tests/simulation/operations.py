@@ -26,7 +26,7 @@ _PACKS_BROADCAST = "_broadcast", torch.ops.aten.cat.default
 # Functions that make messages of a few bytes, by module, and kinds of collectives that carry them.
 _FEW = {
     "lowlevel_zero.checkpoint.storage": {"_gather", "_outcome"},
-    "lowlevel_zero.unused_parameters": {"_exchange"},
+    "lowlevel_zero.bookkeeping.unused_parameters": {"_exchange"},
     "lowlevel_zero.communication.shard_group": {"all_gather_object", "all_reduce_max"},
     "lowlevel_zero.communication.backends.backend": {"all_gather_object", "exchange", "read"},
     "lowlevel_zero.communication.backends.pairwise": {"exchange", "_gathered", "run_rounds"},

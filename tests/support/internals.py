@@ -9,10 +9,10 @@ import pytest
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import bucket_plan, gather_store
+from lowlevel_zero.bookkeeping.unused_parameters import UnusedParameters
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.communication.work import Work
 from lowlevel_zero.partition import Alignment
-from lowlevel_zero.unused_parameters import UnusedParameters
 from tests.support.patching import patch_rank
 
 T = TypeVar("T")

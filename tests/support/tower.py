@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.unused_parameters import UnusedParameters
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.unused_parameters import UnusedParameters
 from tests.support.numbers import trained
 from tests.support.oracle import check_close
 from tests.support.ranks import run_ranks

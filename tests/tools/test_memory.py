@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.fake import _Done, fake_world, make_finite
-from lowlevel_zero import Communication, LowLevelZeroOptimizer, reducer
+from lowlevel_zero import Communication, LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
-from lowlevel_zero.bookkeeping import gather_store
+from lowlevel_zero.bookkeeping import gather_store, gradient_sync
 from lowlevel_zero.bookkeeping.sharded_parameter import Handle
 from lowlevel_zero.communication.backends.memory_pool import Memory
 from lowlevel_zero.communication.backends.native import Native
@@ -380,7 +380,7 @@ def at_once(rank: int, world_size: int, stage: int, layers: int, passes: int) ->
         return found
 
     patch_rank(Memory, "take", taken)
-    patch_rank(reducer, "_PATIENCE", 60.0)  # a rank that waits in vain lets further buffers come
+    patch_rank(gradient_sync, "_PATIENCE", 60.0)  # a rank that waits in vain lets further buffers come
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(layers)))
     optimizer = LowLevelZeroOptimizer(
         sgd(model.parameters()), model=model, stage=stage, reduce_bucket_size=2 * 128 * 128

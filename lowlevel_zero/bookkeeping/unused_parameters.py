@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .bookkeeping.parameter_store import ParameterStore
-from .communication.work import Work
+from ..communication.work import Work
+from .parameter_store import ParameterStore
 
 # A message: whether its sender has lacked a gradient in this step; and a byte a parameter.
 _MAP = 1

@@ -1,0 +1,227 @@
+"""Gradient syncs: each carries the gradients of one backward over the ranks, bucket by bucket in the plan's order.
+
+A sync is opened, its buckets fill and start, it is closed, and its reductions end one after the other, in the order
+of starting. Every rank runs the same syncs in the same order.
+
+- No backward waits for other ranks without end, since they may be waiting for this one in another call: it bounds the
+  buffers in flight as long as the others keep up.
+- Where a sync is to hear which parameters the others use, and doesn't, it is put off until the ranks have agreed on a
+  call.
+- A rank that has run fewer syncs than others runs theirs with zeros when the ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from ..communication.shard_group import ShardGroup
+from ..communication.work import Work
+from .bucket_plan import LearntPlan
+from .bucket_store import BucketStore
+from .gradient_store import GradientStore
+from .step_state import Phase, StepState
+from .unused_parameters import UnusedParameters
+
+# Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
+_PATIENCE = 1.0
+
+
+class GradientSyncs:
+    """Opens, closes and finishes the syncs of one shard group.
+
+    Args:
+        group: the ranks that share the parameters.
+        ranks: all ranks of the optimizer.
+        plan: the buckets that reductions follow.
+        unused: exchanges which parameters the ranks use.
+        gradients: where reduced gradients go.
+        buckets: of the open sync, and in flight.
+        state: of the optimizer's step.
+        most_in_flight: the number of reductions under way beyond which a backward waits for the oldest; None: it waits
+            for none.
+        in_order: reductions have one order on all ranks, as a communicator of a device needs it.
+
+    Attributes:
+        buckets: as given.
+        put_off: announcements of the syncs that run when all ranks agree, by the parameters that they carry.
+        may_be_alone: this rank may be alone with a sync of this step, that of a plain ``loss.backward()``.
+        by_itself: no other optimizer's backward runs within that of the open sync.
+        starts_early: complete buckets of the open sync start before its end.
+    """
+
+    def __init__(
+        self,
+        group: ShardGroup,
+        ranks: ShardGroup,
+        plan: LearntPlan,
+        unused: UnusedParameters,
+        gradients: GradientStore,
+        buckets: BucketStore,
+        state: StepState,
+        most_in_flight: int | None,
+        in_order: bool,
+    ) -> None:
+        self.buckets = buckets
+        self.put_off: deque[Work[bytes]] = deque()
+        self.may_be_alone = False
+        self.by_itself = True
+        self.starts_early = False
+        self._group = group
+        self._ranks = ranks
+        self._plan = plan
+        self._unused = unused
+        self._gradients = gradients
+        self._state = state
+        self._most_in_flight = most_in_flight
+        self._in_order = in_order
+        self._announced: Work[bytes] | None = None  # the parameters that the open sync carries
+        self._unread: deque[Work[bytes]] = deque()  # of syncs that carried all parameters
+
+    # ---- one sync ----
+
+    def open(self, reached: set[int] | None = None) -> None:
+        """Open a sync; ``reached``: the parameters that may get gradients; None: any. Communicates if detecting."""
+        self._state.phase = Phase.COMING
+        if self.put_off:  # all ranks run their syncs in one order
+            named = None if reached is None else reached.union(self._gradients.leftovers())
+            self.put_off.append(self._unused.announce_sync(named))
+            return
+        if self.buckets.in_flight:
+            self._finish_some(leave=0)
+        self.buckets.open_sync(self._plan.whole if reached is None else None, reached)
+        if reached is not None:
+            self._announced = self._unused.announce_sync(reached.union(self._gradients.leftovers()))
+        elif self._unused.detecting:
+            self._unread.append(self._unused.announce_sync(None))
+
+    def start_complete(self) -> None:
+        """Start the open sync's complete buckets, once their plan is known. Communicates."""
+        if self._announced is not None and self._announced.ready():
+            self._read(self._announced)
+        if self._announced is None:
+            self._start()
+
+    def close(self) -> bool:
+        """Start the open sync's remaining buckets, and close it; return False if it was put off. Communicates.
+
+        The gradients of a sync that was put off stay in ``p.grad`` until all ranks agree.
+        """
+        announced = self._announced
+        if announced is not None and not self._comes(announced):
+            self._announced = None
+            self.put_off.append(announced)
+            self.buckets.close()
+            self._gradients.put_back()
+            return False
+        if announced is not None:
+            self._read(announced)
+        if self.buckets.waiting:
+            self._start(close=True)
+        self.buckets.close()
+        if self._gradients.taken_out:
+            self._gradients.put_back()
+        self._group.progress.micro_batch += 1
+        if not self._plan.known:
+            self._plan.saw(list(self.buckets.arrivals))
+        if self.buckets.unexpected:
+            self._unused.learn(self.buckets.unexpected)
+        self._finish_some()
+        return True
+
+    def _read(self, announced: Work[bytes]) -> None:
+        """Read which parameters the ranks will use in the open sync, and make its buckets."""
+        self._announced = None
+        self.buckets.follow(self._plan.of(announced.wait()))
+
+    def _start(self, close: bool = False) -> None:
+        """Start complete buckets in the plan's order; with ``close``, all that are left. Communicates."""
+        waiting = self.buckets.waiting
+        while waiting and (close or not waiting[0].missing):
+            self.buckets.start_next()
+            self._finish_some()
+
+    # ---- the others' syncs, when the ranks agree ----
+
+    def catch_up(self, syncs: int, takes_leftovers: bool) -> None:
+        """Run the syncs that were put off, and then others' until ``syncs`` have run in this step. Communicates.
+
+        ``takes_leftovers``: they carry the gradients that are left in ``p.grad``.
+        """
+        while self._unread:
+            self._unread.popleft().wait()
+        while self.put_off:
+            self._join(self.put_off.popleft().wait())
+        while self._group.progress.micro_batch < syncs:
+            used = None
+            if self._unused.detecting:
+                used = self._unused.announce_sync(self._gradients.leftovers() if takes_leftovers else ()).wait()
+            self._join(used)
+
+    def _join(self, used: bytes | None) -> None:
+        """Run a sync with this rank's leftovers or zeros, of the parameters ``used``; None: of all. Communicates."""
+        self.buckets.open_sync(self._plan.whole if used is None else self._plan.of(used), ())
+        self.close()
+
+    # ---- reductions end, in the order of starting ----
+
+    def finish(self) -> None:
+        """Wait for all reductions under way, and add their sums."""
+        while self.buckets.in_flight:
+            self._finish_oldest()
+
+    def _finish_some(self, leave: int | None = None) -> None:
+        """Finish old reductions during a backward, to bound the buffers held; wait only while ranks keep up.
+
+        Wait for none where this rank may be alone with it: others may not have begun, and not begin until all agree.
+        """
+        in_flight = self.buckets.in_flight
+        if not self.may_be_alone and self.by_itself and self._state in StepState.in_backward:
+            leave = self._most_in_flight if leave is None else leave
+            while leave is not None and len(in_flight) > leave and self._comes(in_flight[0].work):
+                self._finish_oldest()
+        while in_flight and in_flight[0].work.ready():
+            self._finish_oldest()
+
+    def _comes(self, work: Work[Any]) -> bool:
+        """Wait up to a second for other ranks' part of a work; return whether it has come.
+
+        They may have come to another call than a backward, and wait for this rank there. Once a wait was in vain there
+        are no more until the ranks have agreed. Where several optimizers share an order, they have agreed on this
+        backward.
+        """
+        if work.ready() or self.shares_order:
+            return True
+        if not self.may_be_alone:
+            self.may_be_alone = not self._group.comes(work, _PATIENCE)
+        return not self.may_be_alone
+
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest reduction and add its sum, or zeros after an error, which a later call raises."""
+        bucket = self.buckets.in_flight.popleft()
+        with self.buckets.streams.beside():
+            try:
+                self._gradients.accumulate(bucket, bucket.finish_reduce(self.buckets.streams))
+            except BaseException as error:
+                self._state.failure.defer(error)
+                self._gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
+            if bucket.dropped_next:
+                self._gradients.drop(bucket.dropped_next)
+
+    # ---- queries ----
+
+    @property
+    def shares_order(self) -> bool:
+        """Return whether several optimizers share one order of reductions on a device."""
+        return self._in_order and self._ranks.context.is_shared
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no sync is open and no reduction is under way."""
+        return not self.buckets.is_open and not self.buckets.in_flight
+
+    def under_way(self) -> list[Work[Tensor]]:
+        """Return the works of the reductions under way."""
+        return [bucket.work for bucket in self.buckets.in_flight]
