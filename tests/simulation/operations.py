@@ -64,7 +64,8 @@ class Operations:
         self.count += 1
         self.places.append(frame.f_code.co_name)
         if number == self._fails_at:
-            self.failed = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+            file = frame.f_globals["__name__"].replace(".", "/")  # the same wherever the package lies, as messages are
+            self.failed = f"{file}.py:{frame.f_lineno} {frame.f_code.co_name}"
             raise InjectedFault(f"injected fault in operation {number}, {name}, of {self.failed}")
 
 
