@@ -167,6 +167,11 @@ MADE_ONCE = [
 # Mistakes that the package might make, written down from reading the files before any was tried.
 DRAWN = [
     Mistake(
+        "edits are compared without their numbers",
+        (Change("gradients/of_optimizer.py", "{some[0].common_name}{more} by {what}", "{some[0].common_name}{more}"),),
+        334,
+    ),
+    Mistake(
         "sharded gradients that a second backward didn't touch don't come back to p.grad",
         (
             Change(

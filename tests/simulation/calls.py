@@ -32,6 +32,7 @@ WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct", "construct aside")
 SAVE = "save a checkpoint to"
 
 EDITS = ("scale", "scale twice", "add", "copy")  # of one weight's p.grad
+BY_NUMBERS = ("scale", "scale twice", "add")  # whose numbers the ranks compare
 
 SETTINGS = {"learning rate": "lr", "weight decay": "weight_decay"}  # of all param groups, which calls multiply
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.simulation.calls import EDITS
+from tests.simulation.calls import BY_NUMBERS, EDITS
 from tests.simulation.outcome import Fault
 from tests.simulation.program import NOTHING, Call, Part, Program, Row, Weight
 
@@ -71,6 +71,7 @@ APART = {
     "freeze": 3,
     "save": 1,
     "load raising": 2,
+    "other numbers": 4,
 }
 
 
@@ -293,6 +294,10 @@ class Drawing:
             return kind, self.put(rows, at, rank, call)
         if kind == "swap":
             return "leave out", self.put(rows, at, rank, None)
+        if kind == "other numbers":
+            edit = self.call(self.one_of(*BY_NUMBERS), of)
+            other = replace(edit, amount=3 * edit.amount)
+            return kind, [*rows[:at], tuple(other if each == rank else edit for each in range(self.ranks)), *rows[at:]]
         if kind == "load raising":
             load = [self.call(kind if each == rank else "load", of) for each in range(self.ranks)]
             return kind, [self.alike(Call("save", of)), *rows[:at], tuple(load), *rows[at:]]

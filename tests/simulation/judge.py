@@ -373,7 +373,7 @@ class Judge:
                 average = part.average((each.call.at, 0))
                 self._compare_told(part, [each], torch.zeros(()) if average is None else average.double().norm())
         elif call.name in EDITS and any(each.call != call for each in here.values()):
-            part.edits_vary = part.is_mixed = True
+            part.edit_unlike([each.call for each in here.values()])
         elif call.name in EDITS:
             part.edit(call)
         elif call.name == "clone":

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.simulation import net
-from tests.simulation.calls import BOTH
+from tests.simulation.calls import BOTH, BY_NUMBERS
 from tests.simulation.net import Use
 from tests.simulation.program import Call, Part, Program
 
@@ -210,6 +210,13 @@ class PartReference:
                 self.edit(call, key)
             else:
                 self.edited_apart = True
+
+    def edit_unlike(self, calls: Sequence[Call]) -> None:
+        """The ranks edit gradients at the same time, each in its own way."""
+        names, weights = {call.name for call in calls}, {call.at for call in calls}
+        if len(names) == len(weights) == 1 and names <= {*BY_NUMBERS}:
+            self.edited_apart |= any(key[0] in weights and len(self.sharers(key)) == self.ranks for key in self.base)
+        self.edits_vary = self.is_mixed = True
 
     def edit(self, call: Call, only: Key | None = None) -> None:
         """Edit one weight's averaged gradient, in place. fp16: what has overflowed stays so."""
