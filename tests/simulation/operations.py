@@ -10,11 +10,17 @@ run. Where a finalizer called it, Python swallows the error.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from lowlevel_zero.communication.progress import AGREEMENT, MESSAGE, Progress
 
@@ -67,6 +73,14 @@ class Operations:
             file = frame.f_globals["__name__"].replace(".", "/")  # the same wherever the package lies, as messages are
             self.failed = f"{file}.py:{frame.f_lineno} {frame.f_code.co_name}"
             raise InjectedFault(f"injected fault in operation {number}, {name}, of {self.failed}")
+
+
+@contextmanager
+def without_modes_of_others() -> Iterator[None]:
+    """Disable torch's modes but that which counts: the package does so where it finishes a gather within a read."""
+    counting = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Counted)]
+    with _disable_current_modes(), counting[0] if counting else nullcontext():
+        yield
 
 
 class _Counted(TorchDispatchMode):

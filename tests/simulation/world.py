@@ -27,6 +27,7 @@ import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d as c10d
 
 from lowlevel_zero import lives, streams
+from lowlevel_zero.bookkeeping import awaited
 from lowlevel_zero.bookkeeping.step_state import StepState
 from lowlevel_zero.communication import grid
 from lowlevel_zero.communication import runtime as seam
@@ -37,7 +38,7 @@ from . import remains
 from .device import SimulatedStreams
 from .groups import PREFIX, Store, World, register
 from .network import Network
-from .operations import Operations
+from .operations import Operations, without_modes_of_others
 from .outcome import CARRIERS, Carrier, Fault, FaultKind, InjectedFault, Left, Outcome, SimulationEnded
 from .runtime import SimulatedRuntime, _networks
 from .scheduler import Scheduler
@@ -57,6 +58,7 @@ __all__ = [
 T = TypeVar("T")
 
 _NEVER = -1
+_NO_MODES = "_disable_current_modes"
 _TIMEOUT = timedelta(minutes=30)
 
 # What a process has once: each rank has its own while it runs.
@@ -229,7 +231,8 @@ def _current(network: Network) -> Iterator[None]:
 def _one_process_for_all(seed: int) -> Iterator[None]:
     """Keep what the caller's process has once, and garbage from being collected at chance moments."""
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in _PROCESS_WIDE]
-    kept.append((streams, "of_host", streams.of_host))
+    kept += [(owner, name, getattr(owner, name)) for owner, name in ((streams, "of_host"), (awaited, _NO_MODES))]
+    setattr(awaited, _NO_MODES, without_modes_of_others)
     before, generator, collects = seam.runtime(), torch.get_rng_state(), gc.isenabled()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty makes, with NaN or the largest
