@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import get_process_group_ranks
 
-from .failed_ranks import listed_ranks
+from .failed_ranks import LostRank, listed_ranks
 from .shard_group import ShardGroup
 
 T = TypeVar("T", bound=BaseException)
@@ -238,6 +238,8 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
     for group, own in zip(groups[1:], lines, strict=True):
         try:
             agree(group, list(own), error, doing)
+        except LostRank:
+            raise
         except (RuntimeError, ValueError) as raised:
             error = raised
     agree(groups[0], (), error, doing)

@@ -7,7 +7,7 @@ its host have ended. Of other hosts it knows the rank at the other end of the co
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -34,6 +34,26 @@ _PATIENCE, _PAUSE = 1.0, 0.02
 
 class LostRank(RuntimeError):
     """The process of another rank has ended, or the connection to it is broken."""
+
+
+def run_each(collectives: Iterable[Callable[[], object]]) -> None:
+    """Run every collective, whichever of them fails, and raise the first error. Communicates.
+
+    The ranks of the next one wait for this rank whatever has happened in the one before. A lost rank ends it at once.
+    """
+    failed: Exception | None = None
+    try:
+        for each in collectives:
+            try:
+                each()
+            except LostRank:
+                raise
+            except Exception as error:  # of whatever type
+                failed = failed or error
+        if failed is not None:
+            raise failed
+    finally:
+        failed = None  # its traceback holds this frame: a cycle would keep what it refers to alive
 
 
 def remember_processes(processes: Mapping[int, Process]) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain, count, zip_longest
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from .backends.backend import Backend
 from .backends.hybrid import Hybrid
 from .backends.staged import Staged
+from .failed_ranks import run_each
 from .process_groups import (
     SHARE_OF_TIMEOUT,
     backends_by_device,
@@ -126,8 +128,7 @@ class HybridGroup(ShardGroup):
 
     def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
         """Broadcast the first row's values across rows, and then the first rank's within rows. Communicates."""
-        self._outer.broadcast(tensors, by_way_of)
-        self._inner.broadcast(tensors, by_way_of)
+        run_each(partial(level.broadcast, tensors, by_way_of) for level in (self._outer, self._inner))
 
     def held(self) -> list[Tensor]:
         """Return the memory held for buffers within a row and across rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import Position, ShardedParameter
 from ..bookkeeping.storages import memory_of
+from ..communication.failed_ranks import run_each
 from ..options import ZeroOptions
 from ..partition import Choice, Split, splits_of
 from ..state.values import slice_state
@@ -108,10 +110,14 @@ class Sharding:
 
     @torch.no_grad()
     def broadcast_initial_values(self) -> None:
-        """Broadcast parameters, buffers and states from the first rank that shares them. Communicates."""
+        """Broadcast parameters, buffers and states from the first rank that shares them. Communicates.
+
+        Where it fails in one shard group, the broadcasts of the others are run all the same, since their ranks wait.
+        """
         device = (self._records or self._parameters.records)[0].padded.device
-        for ranks, tensors in zip(self._parameters.shard_groups, self._alike, strict=True):
-            ranks.broadcast(tensors, device)
+        shares = zip(self._parameters.shard_groups, self._alike, strict=True)
+        run_each(partial(ranks.broadcast, tensors, device) for ranks, tensors in shares)
+        for tensors in self._alike:
             tensors.clear()
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import Damage, Phase, StepState
 from ..communication.agreement import Call, WrittenOnSome, agree, is_raised_by_all, moment
+from ..communication.failed_ranks import LostRank
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.guards import Guard
 from ..sharded_group import ShardedGroup
@@ -81,6 +82,8 @@ class Calls:
         for each in self._groups:
             try:
                 act(each, call)
+            except LostRank:  # nothing can be agreed on any more; others may wait for this rank, and learn of its end
+                raise
             except Exception as raised:  # of whatever kind: others go on to the agreement of all ranks
                 if is_raised_by_all(raised, self._ranks, since):
                     raise

@@ -27,6 +27,7 @@ def test_what_went_wrong_before(name: str, carrier: Carrier) -> None:
 
 OVERLAPS = Part(options=(("overlap_allgather", True),))  # norms are judged a step later
 WHOLE = Part((Weight(), Weight((7,))), ((0,), (1,)), options=(("partition_grad", True), ("split", "parameters")))
+EXPERTS = Part((Weight(), Weight(expert=True)))
 REFUSES = Part(options=(("error_if_nonfinite", True),))  # on all ranks, by the norm that some of them can't read
 NEVER = 10**6  # as many operations no program has
 
@@ -43,6 +44,11 @@ FAILING: dict[str, tuple[Program, str]] = {
     "looks for a parameter that isn't finite": (_failing("nan", "step"), "_first_of"),
     "looks at the norm of the step before": (_failing("nan", "step", "step", part=OVERLAPS), "norm"),
     "reduces buckets to their owners": (_failing("backward", "step", part=WHOLE, carrier="nccl"), "reduce"),
+    "broadcasts, before experts are": (_failing("backward", part=EXPERTS, ranks=4, carrier="nccl"), "_broadcast"),
+    "broadcasts, before others within a row": (
+        _failing("backward", part=Part(levels="inner"), ranks=4, carrier="nccl"),
+        "_broadcast",
+    ),
     "verifies": (_failing("backward", "verify", "step", part=replace(WHOLE, options=())), "sum_rows"),
     "gathers what is verified": (_failing("backward", "step", "verify", part=OVERLAPS), "unpack_theirs"),
     "sums within a group, then across": (_failing("backward", "step", ranks=4, part=Part(levels="inner")), "sum_rows"),
@@ -52,12 +58,21 @@ FAILING: dict[str, tuple[Program, str]] = {
 @pytest.mark.parametrize("name", FAILING)
 def test_nobody_waits_for_a_rank_that_fails_where_it(name: str) -> None:
     program, function = FAILING[name]
-    places = run(program).outcome.places
+    places = run(program, count=True).outcome.places
     points = [(rank, at) for rank, each in places.items() for at, place in enumerate(each) if place == function]
     assert points
     for rank, at in points[:8]:
         verdict = run(replace(program, fault=Fault(rank, at)))
         assert verdict.failure is None, f"operation {at} of rank {rank}\n{verdict.failure}"
+
+
+@pytest.mark.parametrize("carrier", ["messages", "nccl"])
+def test_nobody_waits_among_several_groups_for_a_rank_that_has_lost_another(carrier: Carrier) -> None:
+    rows = tuple((Call(name),) * 4 for name in ("backward", "gradient", "step"))
+    program = Program(4, carrier, (replace(EXPERTS, layers=((0, 1),)),), rows, schedule=1)
+    for at in range(30, run(program).outcome.steps_of[1], 3):
+        verdict = run(replace(program, fault=Fault(1, at, "die")))
+        assert verdict.failure is None, f"hand-over {at} of rank 1\n{verdict.failure}"
 
 
 # ---- what the simulation itself must do ----
