@@ -74,27 +74,28 @@ CALLS: dict[str, Kind] = {
 }
 
 # After the rows, and after an error, every rank begins anew: it clears gradients, meets the others in a call that
-# programs don't make elsewhere, makes settings and weights alike where they have come to differ, and trains on. Where
-# an operation raises, it loads the checkpoint that it has saved before the first row.
+# programs don't make elsewhere, makes settings and weights alike where they may have come to differ, and trains on.
+# (An error ends each rank's rows where it stands, and one may have had nothing to do in a row where another was
+# refused.) Where an operation raises, it loads the checkpoint that it has saved before the first row.
 REPAIRED = 0.25  # what written weights become
 
 
-def closing(program: Program) -> list[Call]:
-    """What every rank calls behind its rows, and after an error."""
+def closing(program: Program, refused: bool) -> list[Call]:
+    """What every rank calls behind its rows, and after it has been ``refused`` a call."""
     parts = range(len(program.parts))
     begin = [Call(name, of) for name in ("zero_grad", "together") for of in parts]
     train = [Call(name, of) for of in parts for name in ("backward", "step", "zero_grad")]
     aside = [Call("construct aside")] * program.aside
     if program.raises:
         return [*(Call(name, of) for name in ("zero_grad", "restore") for of in parts), *train, *train]
-    if program.fault is None and all(map(is_alike, program.rows)):
+    if program.fault is None and not refused and all(map(is_alike, program.rows)):
         return begin + train + aside
     return [*begin, Call("repair", amount=REPAIRED), *train, *train, *aside]
 
 
-def all_calls(program: Program, rank: int) -> list[Call | None]:
+def all_calls(program: Program, rank: int, refused: bool = False) -> list[Call | None]:
     """A rank's rows, and then the closing."""
-    return [*program.of_rank(rank), *closing(program)]
+    return [*program.of_rank(rank), *closing(program, refused)]
 
 
 def is_alike(row: Row) -> bool:

@@ -99,8 +99,9 @@ class Batches:
         self._parts = program.parts
         self._numels = [[math.prod(weight.shape) for weight in part.weights] for part in program.parts]
         self._made: dict[tuple[int, int, int], Batch] = {}
-        for rank in range(program.ranks):  # now, since what ranks make is looked for when they have ended
-            for place, call in enumerate(all_calls(program, rank)):
+        ways = ((rank, refused) for rank in range(program.ranks) for refused in (False, True))
+        for rank, refused in ways:  # now, since what ranks make is looked for when they have ended
+            for place, call in enumerate(all_calls(program, rank, refused)):
                 if call is not None and call.name in WITH_LOSS:
                     for number in range(len(program.parts)) if call.name in BOTH else [call.of]:
                         self._made[number, place, rank] = self._draw(number, place, rank)

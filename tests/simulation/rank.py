@@ -68,7 +68,7 @@ class Rank:
                     at += 1
                 else:
                     tries += 1
-                    at = len(self.program.rows)
+                    calls, at = all_calls(self.program, self.rank, refused=True), len(self.program.rows)
         except LostRank:  # ends a process
             return self.log
         self._take_stock()
@@ -168,7 +168,8 @@ class Rank:
         entry.told = self.optimizers[entry.call.of].clip_grad_norm_(entry.call.amount).clone()
 
     def clip_by_torch(self, entry: Entry) -> None:
-        gradients = [p.grad for p in self.nets[entry.call.of].weights if p.grad is not None]
+        # Those of empty parameters are plain ones, and have no norm.
+        gradients = [p.grad for p in self.nets[entry.call.of].weights if p.grad is not None and p.numel()]
         entry.absent = not gradients or not all(map(_is_sharded, gradients))
         if not entry.absent:
             entry.told = torch.nn.utils.clip_grad_norm_(

@@ -177,15 +177,18 @@ class PartReference:
         either = [one | other for one, other in zip(self.dropped, self.maybe_dropped, strict=True)]
         return [{each for each in own if any(each not in either[r] for r in self.sharers(each[0]))} for own in either]
 
+    def gone(self) -> set[Key]:
+        """The weights whose gradients all ranks have dropped since they agreed last."""
+        maybe = [{key for key, _ in dropped} for dropped in self.maybe_dropped]
+        by_all = {key for some in maybe for key in some if all(key in maybe[rank] for rank in self.sharers(key))}
+        return by_all | {key for dropped in self.dropped for key, _ in dropped}
+
     def finish(self, with_local: bool = True) -> None:
         """Complete all gradients: what all ranks have dropped is gone, and what each has added is summed.
 
         ``with_local``: what waits in ``p.grad`` to be reduced, too.
         """
-        gone = {key for dropped in self.dropped for key, _ in dropped}
-        maybe = [{key for key, _ in dropped} for dropped in self.maybe_dropped]
-        gone |= {key for some in maybe for key in some if all(key in maybe[rank] for rank in self.sharers(key))}
-        for key in gone:
+        for key in self.gone():
             self.base.pop(key, None)
         self.waits = [not with_local and self._waits(rank) for rank in range(self.ranks)]
         for rank in range(self.ranks) if with_local else ():
