@@ -30,7 +30,7 @@ class OwnedStep:
         self._writes_without_gradients: bool | None = None  # None: each parameter has had one so far
 
     def __call__(self, records: Iterable[ShardedParameter]) -> None:
-        """Step the parameters that this rank owns, among all ``records`` of the optimizer. Doesn't communicate."""
+        """Step the wrapped optimizer with only this rank's own ``records`` in its groups. Doesn't communicate."""
         groups: list[dict[str, Any]] = self._optim.param_groups
         others = {record.p32: record for record in records if not record.owns_some}
         whole = [group["params"] for group in groups]

@@ -125,7 +125,11 @@ def _soon_or_late(
 
 
 def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float | None:
-    """Return two results' difference as a share of ``param``'s movement; None if rounding; raise if that is unclear."""
+    """Return how far two results differ, as a share of ``param``'s movement; None if by roundings alone.
+
+    Raises:
+        NoProbe: the parameter hardly moved, or became infinite or NaN, which proves nothing.
+    """
     movement, gap = (param - start).abs().amax(), (expected - got).abs()
     if not (movement + gap.amax()).isfinite():
         raise NoProbe("a probe's parameters became infinite or NaN")

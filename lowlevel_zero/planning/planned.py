@@ -191,7 +191,7 @@ def _reduction(bucket: BucketLayout, options: ZeroOptions) -> int:
 
 
 def _gather(part: Sequence[BucketLayout], options: ZeroOptions, on_host: bool) -> int:
-    """Return the bytes of the buffer that gathers the parameters of some buckets."""
+    """Return the bytes of the buffer that gathers the parameters of some buckets; ``on_host``: masters are there."""
     sizes = list(chain.from_iterable(bucket.planned.sizes for bucket in part))
     if len(sizes) == 1 and not (on_host or part[0].planned.fp8):
         return 0
