@@ -82,12 +82,12 @@ MADE_ONCE = [
     Mistake(
         "settings of param groups aren't compared in a step",
         (Change(OPTIMIZER, "call._replace(settings=settings, written=", "call._replace(written="),),
-        8,
+        16,
     ),
     Mistake(
         "weights that one rank alone has written are stepped",
         (Change(OPTIMIZER, ", written=[each for each in self._guard.edited if each.is_written])", ")"),),
-        47,
+        10,
     ),
     Mistake(
         "a bucket is skipped for good where packing it raises",
@@ -102,7 +102,7 @@ MADE_ONCE = [
                 "BucketState.REDUCING:\n",
             ),
         ),
-        447,
+        90,
     ),
     Mistake(
         "ranks verify without having come to the same call",
@@ -114,7 +114,7 @@ MADE_ONCE = [
                 "self._verify",
             ),
         ),
-        35,
+        19,
     ),
     Mistake(
         "reductions of two optimizers start as their gradients come",
@@ -144,7 +144,7 @@ MADE_ONCE = [
                 "self._stateful.items():\n            module.set_extra_state(objects.model[name])\n",
             ),
         ),
-        206,
+        123,
     ),
     Mistake(
         "groups beside a process group outlive it",
@@ -180,12 +180,12 @@ DRAWN = [
                 "        self._gradients.taken_out.clear()\n        self._group",
             ),
         ),
-        377,
+        983,
     ),
     Mistake(
         "edits of a step that was refused are compared again",
         (Change(REDUCER, "        self._edited.clear()\n        return agreed", "        return agreed"),),
-        67,
+        240,
     ),
     Mistake(
         "one of several announced syncs is read before the ranks agree",
@@ -200,7 +200,7 @@ DRAWN = [
                 "",
             ),
         ),
-        39,
+        235,
     ),
     Mistake(
         "a step is taken with what an error has left of the gradients",
@@ -211,6 +211,7 @@ DRAWN = [
                 "        if False:",
             ),
         ),
+        13,
     ),
     Mistake(
         "a gradient that comes twice counts for two of its bucket",
@@ -231,7 +232,7 @@ DRAWN = [
                 "self.rows, self.row, self.scale = None, row, None",
             ),
         ),
-        50,
+        6,
     ),
     Mistake(
         "a bucket of another dtype than the buffer's is reduced where it lies",
@@ -256,6 +257,7 @@ DRAWN = [
                 "record.p.grad is record.shown:",
             ),
         ),
+        147,
     ),
     Mistake(
         "parameters of a forgotten bucket are still found in it",
@@ -267,11 +269,12 @@ DRAWN = [
                 "",
             ),
         ),
-        48,
+        18,
     ),
     Mistake(
         "a gradient that its caller has assigned to a slice isn't stepped",
         (Change(REDUCER, "            if assigned:\n                self._assign(assigned)\n", ""),),
+        69,
     ),
     Mistake(
         "gathers that readers wait for are forgotten at the end of a step",
@@ -292,6 +295,7 @@ DRAWN = [
                 "if part and elements >= PART:",
             ),
         ),
+        5,
     ),
     Mistake(
         "gradients are scaled once more when they are read after a step",
@@ -302,6 +306,7 @@ DRAWN = [
                 "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = factor",
             ),
         ),
+        7,
     ),
     Mistake(
         "param groups are left in parts where the wrapped optimizer's step raises",
@@ -313,6 +318,7 @@ DRAWN = [
                 "            self._optim.param_groups = groups\n",
             ),
         ),
+        191,
     ),
     Mistake(
         "an error that was once raised on all ranks isn't told again when one rank alone raises it",
@@ -343,6 +349,7 @@ DRAWN = [
                 "            worker.submit(partial(_finish, [], self))",
             ),
         ),
+        32,
     ),
 ]
 
