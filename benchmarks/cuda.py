@@ -66,7 +66,10 @@ def main(arguments: list[str] | None = None) -> None:
     for world_size in options.world_sizes:
         for name in names:
             case = Case(name, world_size, options.size, options.steps, options.device)
-            rows.append(_beside_floor(_in_a_process(options.timeout, _measure, case), bandwidth))
+            try:
+                rows.append(_beside_floor(_in_a_process(options.timeout, _measure, case), bandwidth))
+            except (AssertionError, TimeoutError) as error:  # one that fails keeps no other from being measured
+                print(f"{name} of {world_size} ranks is left out: {error}", file=sys.stderr)
     facts["load average after"] = load()
     run = {"size": options.size, "dtype": "bf16", "steps": options.steps, "copies, GB/s": round(bandwidth / 1e9, 1)}
     content = {"header": facts, "run": run, "rows": rows}

@@ -70,14 +70,18 @@ class Asleep:
 def movable(
     kinds: Collection[str], optim: Optimizer, records: Sequence[ShardedParameter], groups: Sequence[ShardedGroup]
 ) -> list[Tensor]:
-    """Return the tensors of some ``kinds`` that may leave the device: all that don't share a parameter's memory."""
+    """Return the tensors of some ``kinds`` that may leave the parameters' devices, and don't share their memory.
+
+    Some optimizers count their steps on the host, and states that are offloaded are there already.
+    """
     held: dict[str, Iterable[Tensor]] = {
         "masters": [record.p32 for record in records],
         "states": tensors_in(list(optim.state.values())),
         "gradients": chain.from_iterable(group.gradients.held() for group in groups),
     }
+    devices = {record.padded.device for record in records}
     stay = {record.padded.untyped_storage().data_ptr() for record in records}
-    found = [each for kind, tensors in held.items() if kind in kinds for each in tensors]
+    found = [each for kind, tensors in held.items() if kind in kinds for each in tensors if each.device in devices]
     return [each for each in found if each.untyped_storage().data_ptr() not in stay]
 
 
