@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.backends.native import Native
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.oracle import Odd, Run
@@ -84,3 +88,42 @@ def over_gpus(work: Callable[..., Any], *args: Any, ranks: int = GPUS) -> None:
         torch.cuda.synchronize()
 
     run_ranks(apart, ranks, backend="cpu:gloo,cuda:nccl", timeout=100)
+
+
+# ---- what the device did at the same time ----
+
+# As cuBLAS names them on one generation of GPUs or another.
+PRODUCTS = ("gemm", "matmul", "cutlass", "nvjet")
+
+
+def traced_backward(trace: Path, **options: Any) -> Path:
+    """Profile a backward of large products on this rank, after two steps, and write what happened to ``trace``."""
+    model = Blocks(width=4096, layers=8).to(DEVICE, torch.bfloat16)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = LowLevelZeroOptimizer(inner, partition_grad=True, reduce_bucket_size=2**24, **options)
+    x = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    for _ in range(2):
+        optimizer.backward(model(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        optimizer.backward(model(x))
+        torch.cuda.synchronize()
+    traced.export_chrome_trace(str(trace))
+    return trace
+
+
+def ran_beside_products(trace: Path, wanted: str) -> bool:
+    """Whether any work of the device whose name has ``wanted`` in it ran at the same time as a product of matrices."""
+    asked, products = _spans(trace, (wanted,)), _spans(trace, PRODUCTS)
+    assert asked
+    assert products
+    return any(begin < other_end and other < end for begin, end in asked for other, other_end in products)
+
+
+def _spans(trace: Path, names: tuple[str, ...]) -> list[tuple[float, float]]:
+    """Begin and end of the device's work whose name has one of ``names`` in it."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    device = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy")]
+    return [(each["ts"], each["ts"] + each["dur"]) for each in device if any(n in each["name"].lower() for n in names)]

@@ -6,7 +6,6 @@ forked, so nothing may have touched the device before: run it in a process of it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.offload.step_on_host import StepOnHost
-from tests.gpu.places import DEVICE, EXTRAS, LONG, Blocks, over_nccl
+from tests.gpu.places import DEVICE, EXTRAS, LONG, Blocks, over_nccl, ran_beside_products, traced_backward
 from tests.support.numbers import STAGES
 from tests.support.oracle import adamw, momentum
 from tests.support.patching import patch_rank
@@ -289,40 +287,9 @@ def test_the_device_s_memory_is_free_while_states_sleep(stage: str) -> None:
     over_nccl(work)
 
 
-def spans(trace: Path, wanted: Callable[[str], bool]) -> list[tuple[float, float]]:
-    """Begin and end of the device's work whose name is ``wanted``."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    device = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy")]
-    return [(each["ts"], each["ts"] + each["dur"]) for each in device if wanted(each["name"].lower())]
-
-
-@pytest.mark.parametrize(
-    ("options", "beside"),
-    # One rank's reduction is a copy on the device, on NCCL's stream.
-    [({}, "dtod"), ({"cpu_offload": True}, "dtoh")],
-    ids=["reductions", "rows to the host"],
-)
-def test_backward_goes_on_meanwhile(tmp_path: Path, options: dict[str, Any], beside: str) -> None:
+def test_backward_goes_on_while_rows_travel_to_the_host(tmp_path: Path) -> None:
     def work(rank: int, world_size: int) -> None:
-        model = Blocks(width=4096, layers=8).to(DEVICE, torch.bfloat16)
-        optimizer = LowLevelZeroOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-3), partition_grad=True, reduce_bucket_size=2**24, **options
-        )
-        x = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
-        for _ in range(2):
-            optimizer.backward(model(x))
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-            optimizer.backward(model(x))
-            torch.cuda.synchronize()
-        trace = tmp_path / "trace.json"
-        traced.export_chrome_trace(str(trace))
-        travels = spans(trace, lambda name: beside in name)
-        products = spans(trace, lambda name: any(each in name for each in ("gemm", "matmul", "cutlass", "nvjet")))
-        assert travels
-        assert products
-        assert any(begin < other_end and other < end for begin, end in travels for other, other_end in products)
+        trace = traced_backward(tmp_path / "trace.json", cpu_offload=True)
+        assert ran_beside_products(trace, "dtoh")
 
     over_nccl(work)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.gpu.places import DEVICE, EXTRAS, GPUS, LONG, Blocks, over_gpus
+from tests.gpu.places import DEVICE, EXTRAS, GPUS, LONG, Blocks, over_gpus, ran_beside_products, traced_backward
 from tests.support.grid import Grid
 from tests.support.numbers import STAGES
 from tests.support.oracle import momentum
@@ -56,6 +56,16 @@ def test_computing_waits_for_no_reduction(stage: str) -> None:
         computed.synchronize()
         assert time.monotonic() - begin < 2
         optimizer.step()
+
+    over_gpus(work)
+
+
+def test_backward_goes_on_while_gradients_are_reduced(tmp_path: Path) -> None:
+    """One rank's reduction is a copy that NCCL may leave out, so that one GPU can't tell."""
+
+    def work(rank: int, world_size: int) -> None:
+        trace = traced_backward(tmp_path / f"trace-{rank}.json")
+        assert ran_beside_products(trace, "nccl")
 
     over_gpus(work)
 
