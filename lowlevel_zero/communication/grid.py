@@ -35,6 +35,7 @@ Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGro
 
 # Counts this process's tries. Ranks make the same grids in the same order, so a try has one number on all of them.
 _tries = count()
+_GIVEN_UP = "given up"  # the key of a try in which a rank has waited in vain
 
 _HOST = torch.device("cpu")
 _log = logging.getLogger("lowlevel_zero")
@@ -150,8 +151,8 @@ def _find_grid(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.Proce
     whether those of its column, one in each row, have found the same. A collective would wait for ranks that have other
     groups; here a rank that can't go on says so to all that may ask it.
     """
-    number, me = next(_tries), dist.get_rank()
-    groups, grids = [store_of(default_group(), f"grid/{number}/{what}") for what in ("groups", "grids")]
+    me = dist.get_rank()
+    groups, grids = _stores_of_a_try()
     try:
         outer, inner = _pair(group, extra)
         _check_own(outer, inner)
@@ -168,8 +169,22 @@ def _find_grid(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.Proce
         doing = "" if isinstance(error, RuntimeError) else f"rank {me} could not construct its LowLevelZeroOptimizer: "
         for store in (groups, grids):
             store.set(str(me), json.dumps(f"{doing}{error}"))
+        if isinstance(error, TimeoutError):
+            groups.set(_GIVEN_UP, "")
         raise
     return outer, inner, list(chain(*rows))
+
+
+def _stores_of_a_try() -> tuple[Any, Any]:
+    """Return the stores in which the ranks tell each other their groups and their grids, at their next try.
+
+    A rank that comes when others have waited for it in vain leaves that try out: they are at their next one.
+    """
+    while True:
+        number = next(_tries)
+        groups, grids = (store_of(default_group(), f"grid/{number}/{what}") for what in ("groups", "grids"))
+        if not groups.check([_GIVEN_UP]):
+            return groups, grids
 
 
 def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[Any]:

@@ -60,6 +60,7 @@ class GroupContext:
         reductions: the number of reductions that were begun over it.
         is_shared: several optimizers have reduced gradients over it; alike on all ranks.
         is_alive: the process group hasn't been destroyed.
+        lost: the message that tells how a rank was lost, or waited for in vain; empty: none was.
         writing: the checkpoint that a thread is writing over the side group; None: none, or its end is known.
     """
 
@@ -76,6 +77,7 @@ class GroupContext:
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None
         self.is_alive = True
+        self.lost = ""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -212,9 +214,11 @@ def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
     Raises:
         TimeoutError: a rank hasn't called it within ``timeout`` seconds.
     """
-    if store.add("count", 1) == len(ranks):
-        store.set("all", "")
-    store.set(str(dist.get_rank()), "")  # last: a rank whose end keeps the others waiting lacks it
+    me = str(dist.get_rank())
+    if not store.check([me]):  # it may have come before, and have waited in vain
+        if store.add("count", 1) == len(ranks):
+            store.set("all", "")
+        store.set(me, "")  # last: a rank whose end keeps the others waiting lacks it
     began = now = runtime().now()
     while not store.check(["all"]):
         if now - began > timeout:

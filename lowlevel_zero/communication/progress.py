@@ -108,7 +108,6 @@ class Progress:
         self.process = os.getpid()
         self._context = context
         self._queued: deque[Collective] = deque(maxlen=256)
-        self._lost: LostRank | None = None
 
     @property
     def waits_for(self) -> Collective | None:
@@ -135,7 +134,7 @@ class Progress:
         """Begin a collective, count it, and return its work, which is waited for by ``wait``. Communicates.
 
         Raises:
-            LostRank: the process of another rank has ended.
+            LostRank: the process of another rank has ended, or an earlier wait was in vain.
             RuntimeError: the process group has been destroyed, or this process is a fork.
         """
         if os.getpid() != self.process:
@@ -145,8 +144,7 @@ class Progress:
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)
-        if self._lost is not None:  # others may wait for this one's end
-            raise LostRank(str(self._lost))
+        self._raise_if_over()
         try:
             work = begin(*args)
         except RuntimeError as error:
@@ -162,14 +160,16 @@ class Progress:
     def wait(self, collective: Collective, on_device: bool, act: Callable[[], T]) -> T:
         """Wait for a collective by ``act``, and return its result; raise ``LostRank`` if a rank has ended.
 
+        After a wait in vain, a later collective of this rank would pair up with an earlier one of another rank. So no
+        optimizer over the process group communicates any more.
+
         Raises:
-            LostRank: the process of another rank has ended.
+            LostRank: the process of another rank has ended, or an earlier wait was in vain.
             RuntimeError: another rank hasn't come in time, or this process is a fork.
         """
         if os.getpid() != self.process:
             self.check_process(collective)
-        if self._lost is not None:
-            raise LostRank(str(self._lost))
+        self._raise_if_over()
         self._waiting.append(waiting := (collective, get_ident()))
         self.waits += 1
         self.under_way.pop((collective.kind, collective.serial), None)
@@ -178,19 +178,25 @@ class Progress:
         except RuntimeError as error:
             self._raise_if_lost(error, collective)
             if _TIMED_OUT.search(str(error)):
-                raise RuntimeError(self._in_vain(collective, error)) from error
+                self._context.lost = message = self._in_vain(collective, error)
+                raise RuntimeError(message) from error
             raise
         finally:
             self._waiting.remove(waiting)
             if on_device:
                 self._queued.append(collective)
 
+    def _raise_if_over(self) -> None:
+        """Raise ``LostRank`` if a rank has been lost before: others may wait for this one's end."""
+        if self._context.lost:
+            raise LostRank(self._context.lost)
+
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
         """Raise ``LostRank`` if ``error`` comes from another rank's end."""
         what = f"{called(sys._getframe())}, in the {collective}" + (f". {self.missing}" if self.missing else "")
         lost = lost_rank_error(error, self._context.group, what)
         if lost is not None:
-            self._lost = lost
+            self._context.lost = str(lost)
             raise lost from error
 
     def _in_vain(self, collective: Collective, error: RuntimeError) -> str:

@@ -292,3 +292,13 @@ def test_a_part_of_the_ranks_shares_its_communicator_where_it_would_be_split_off
         return found
 
     assert run_ranks(look, 3, init=False) == [[True, False], [True, False], []]
+
+
+def test_a_rank_that_waits_for_others_again_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="Not there yet: rank 0"):
+            process_groups.await_all(store, [0, 1], timeout=0.0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    process_groups.await_all(store, [0, 1], timeout=0.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tests.simulation.program import NOTHING, Call, Part, Program, Row, Weight
+from tests.simulation.program import NOTHING, Call, Fault, Part, Program, Row, Weight
 
 BACKWARD, STEP, ZERO = Call("backward"), Call("step"), Call("zero_grad")
 
@@ -113,5 +114,15 @@ REGRESSIONS: dict[str, Program] = {
         _both(*(Call(name, of=1) for name in ("backward", "plain", "torch's clip"))),
         Part((Weight(),), ((0,),)),
         Part((Weight(), Weight(dtype="bfloat16")), ((1,),), options=(("cpu_offload", True), ("partition_grad", True))),
+    ),
+    "a rank comes to a grid when the others have given it up, and then to the next one": replace(
+        _program(
+            [(None, None, Call("sleep"), None), *_both(Call("construct"), ranks=4)], Part(levels="inner"), ranks=4
+        ),
+        aside=True,
+    ),
+    "a backward fails on one rank, and the others wait for it in vain in a grid": replace(
+        _program([*_both(BACKWARD, Call("construct"), ranks=4)], Part(levels="both"), ranks=4),
+        fault=Fault(rank=3, at=7),
     ),
 }
