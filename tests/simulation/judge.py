@@ -272,10 +272,10 @@ class Judge:
                     raise Failure("unnamed cause", f"rank {rank}: expected {expected.must} in: {here[rank].error}")
 
     def _lose_late(self, here: dict[int, Entry], raised: list[int]) -> bool:
-        """Whether ranks have run fewer backwards than others, and lose their gradients by norms of too few."""
+        """Whether ranks have fewer gradients than others, and lose what they have by norms of too few."""
         part = self.parts[here[0].call.of]
         late = [rank for rank in raised if "norms of p.grad after the same backwards" in str(here[rank].error)]
-        if not late or (part.aligned and not any(part.local)):
+        if not late or (part.aligned and not any(part.local) and not any(part.dropped_apart())):
             return False
         part.finish()
         for rank in here:

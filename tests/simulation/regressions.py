@@ -125,4 +125,13 @@ REGRESSIONS: dict[str, Program] = {
         _program([*_both(BACKWARD, Call("construct"), ranks=4)], Part(levels="both"), ranks=4),
         fault=Fault(rank=3, at=7),
     ),
+    "a gradient is dropped on one rank, which then takes norms of the others'": _program(
+        [
+            *_both(Call("plain", of=1)),
+            (Call("grad = None", of=1), None),
+            *_both(Call("torch's clip", of=1), Call("zero_grad", of=1)),
+        ],
+        Part((Weight(),), ((0,),)),
+        Part((Weight(), Weight()), ((0,),)),
+    ),
 }
