@@ -279,7 +279,7 @@ def test_a_module_in_the_second_place_is_the_model() -> None:
         assert model.seen.tolist() == [0.0, 0.0]
         with pytest.raises(
             TypeError,
-            match="pg_to_param_list: expected a dict of lists by process group, got Sequential: pass such a dict, or None",
+            match="expected a dict of lists by process group, got Sequential: pass such a dict, or None",
         ):
             LowLevelZeroOptimizer(adam(model), model, model=model)
         return [record.name for record in optimizer.sharded_parameters]

@@ -322,7 +322,7 @@ class Judge:
         may |= drops_may or part.edited_apart or part.edits_vary
         if name in ("step", "closure", "synchronize"):
             must += [rf"\b{name}\b" for name in part.settings_apart()]
-            may |= bool(part.written_apart())
+            may |= bool(part.written_apart()) or (bool(written(self.program)) and len({*part.repaired}) > 1)
             if part.written_by_some():
                 must.append(_names(part.written_by_some()))
                 if drops_may:  # which is told first

@@ -67,6 +67,7 @@ class PartReference:
         # By rank, what it has multiplied the settings of all groups with, by name.
         self.settings: list[list[tuple[str, float]]] = [[] for _ in range(self.ranks)]
         self.written: list[list[int]] = [[] for _ in range(self.ranks)]  # weights, since the last step
+        self.repaired = [False] * self.ranks  # settings and weights, since the last step
         self.unlike: set[Key] = set()  # weights that ranks have written, each in its own way or at its own time
         self.saved: Any = None  # what a checkpoint has
         self.kept: Any = None  # what a state dict has
@@ -111,6 +112,7 @@ class PartReference:
         self.local: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.waits = [False] * self.ranks
         self.edited_apart = self.edits_vary = False
+        self.edits_alone: list[list[Any]] = [[] for _ in range(self.ranks)]
         self.is_mixed = False  # gradients follow from weights that ranks have written each in its own way
         self.forget_drops()
 
@@ -201,18 +203,24 @@ class PartReference:
         self.forget_drops()
 
     def edit_alone(self, rank: int, call: Call) -> None:
-        """One rank edits gradients, which the others that share them don't: they have to hear of it."""
+        """One rank edits gradients: the others that share them have to hear of it, unless they do the same."""
         if any(self.own):  # which ranks may have completed by looking at norms of them
             self.edits_vary = self.is_mixed = True
         edited = [key for key in self.base if self.key(key[0], rank) == key and not self.edits_vary]
         if call.name == "torch's clip":
             self.edited_apart |= bool(edited)
+            self.edits_alone[rank].append(rank)
         elif self.key(call.at, rank) in edited:
             key = self.key(call.at, rank)
             if self.sharers(key) == [rank]:
                 self.edit(call, key)
-            else:
-                self.edited_apart = True
+                return
+            self.edits_alone[rank].append(call)
+            self.edited_apart = any(edits != self.edits_alone[rank] for edits in self.edits_alone)
+            if not self.edited_apart:
+                for each in self.edits_alone[rank]:
+                    self.edit(each, self.key(each.at, rank))
+                self.edits_alone = [[] for _ in range(self.ranks)]
 
     def edit_unlike(self, calls: Sequence[Call]) -> None:
         """The ranks edit gradients at the same time, each in its own way."""
@@ -383,6 +391,7 @@ class PartReference:
         """Take the settings that all ranks have made, and the weights that they have written."""
         self._set()
         self.written = [[] for _ in range(self.ranks)]
+        self.repaired = [False] * self.ranks
         self.unlike.clear()
 
     def _set(self) -> None:
@@ -393,7 +402,7 @@ class PartReference:
 
     def repair(self, rank: int) -> None:
         """One rank makes its settings and weights what all ranks make them."""
-        self.settings[rank], self.written[rank] = [], []
+        self.settings[rank], self.written[rank], self.repaired[rank] = [], [], True
         self.unlike.clear()
         if rank == 0:
             for at, group in enumerate(self.optimizer.param_groups):

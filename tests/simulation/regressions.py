@@ -134,4 +134,14 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(),), ((0,),)),
         Part((Weight(), Weight()), ((0,),)),
     ),
+    "ranks scale a gradient before and after another optimizer's step": _program(
+        [
+            *_both(BACKWARD, Call("norm")),
+            (Call("step", of=1), Call("scale")),
+            (Call("scale"), Call("step", of=1)),
+            *_both(STEP),
+        ],
+        Part((Weight(),), ((0,),)),
+        Part((Weight(),), ((0,),)),
+    ),
 }
