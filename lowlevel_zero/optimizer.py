@@ -458,7 +458,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         return loss
 
     def _enter_step(self) -> Call:
-        """Check that a step may begin, finish gathers, and return its call, with what the ranks are to compare."""
+        """Check that a step may begin, finish gathers, and return the step's call for the ranks to compare."""
         call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)

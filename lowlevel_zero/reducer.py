@@ -227,7 +227,7 @@ class Reducer:
         return True
 
     def _check_plain(self, record: ShardedParameter) -> None:
-        """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced; wake what it will be added to."""
+        """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced; else wake sleeping gradients."""
         self._group.progress.check_process(f"the backward of {record.name}")
         if self._half and self._state not in StepState.in_backward:  # the loss isn't scaled, and the step would unscale
             raise RuntimeError(
@@ -425,7 +425,7 @@ class Reducer:
         return agreed
 
     def discard(self, call: Call) -> None:
-        """Finish what is under way for ``zero_grad``, and count syncs from 0 again. Communicates.
+        """Finish all reductions for ``zero_grad``, and count syncs from 0 again. Communicates.
 
         Communicates: any rank may have run a plain backward alone. Gradients that become zeros are stepped, so the
         ranks must have dropped the same ones before.

@@ -237,7 +237,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def offload_states(self, include: Collection[str] = KINDS, pinned: bool = True, non_blocking: bool = True) -> int:
-        """Move what this rank holds beside the parameters to the host, and return the bytes; every rank calls it.
+        """Move masters, states, gradients and buffers to the host, and return their bytes; every rank calls it.
 
         The device's memory is free for others when it returns, as for inference between updates. Parameters stay whole
         on the device. What sleeps can be read on the host. It comes back by ``reload_states``, or by the next call that

@@ -123,7 +123,7 @@ class ShardGroup:
         return self._host_backend
 
     def _messages(self, number: int | None = None, buffers: bool = False) -> Pairwise:
-        """Return a backend of pairwise messages, which has connections of its own for buffers if ``buffers``."""
+        """Return a backend of pairwise messages; if ``buffers``, it has separate connections for buffers."""
         own = buffer_group(self.group) if buffers else None
         number = self.number if number is None else number
         return Pairwise(side_group(self.group), self.context.threads, number, own)

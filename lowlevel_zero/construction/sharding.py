@@ -82,7 +82,7 @@ class Sharding:
 
     @torch.no_grad()
     def include_untrained(self, model: nn.Module | None) -> None:
-        """Add buffers and untrained parameters to what is broadcast, and warn of tensors left behind.
+        """Add buffers and untrained parameters to the broadcast, and warn of tensors over the old memory.
 
         Warns of what looked at the memory of a trained one, which has left it.
         """

@@ -112,8 +112,8 @@ def _groups_by_parameter(
     """Return the process group of each listed parameter; raise if one is unknown or listed twice."""
     if not isinstance(pg_to_param_list, Mapping):
         raise TypeError(
-            f"{_KEYWORD}: expected a dict of lists by process group, got {type(pg_to_param_list).__name__}: pass such a "
-            "dict, or None where there are no experts; a module is passed once, as model"
+            f"{_KEYWORD}: expected a dict of lists by process group, got {type(pg_to_param_list).__name__}: pass such "
+            "a dict, or None where there are no experts; a module is passed once, as model"
         )
     found: dict[Tensor, dist.ProcessGroup] = {}
     for pg, members in pg_to_param_list.items():

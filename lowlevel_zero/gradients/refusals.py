@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Refusal(str):
-    """The text of an error about the gradient of one parameter; ``{}`` stands for what was done with it."""
+    """The text of an error about the gradient of one parameter; ``{}`` stands for the refused operation."""
 
     __slots__ = ()
 

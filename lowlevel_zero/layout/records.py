@@ -247,7 +247,7 @@ def bytes_texts(held: Held) -> Iterable[str]:
 
 
 def layout_of(optimizer: Sharded) -> Layout:
-    """Return the layout of an optimizer's parameters and buckets as they are now on this rank. Doesn't communicate."""
+    """Return the layout of an optimizer's parameters and buckets on this rank. Doesn't communicate."""
     members = [(_members(optimizer, group), group.reducer.plan.whole) for group in optimizer.sharded_groups]
     return with_buckets(members, optimizer.options.stage, dist.get_rank())
 
@@ -290,7 +290,7 @@ def parameter_layout(
 
 
 def _held_of(split: Split, dtype: torch.dtype, options: ZeroOptions) -> tuple[Held, Held]:
-    """Return the bytes that every rank holds of a parameter, and those that a rank holds beside, since it owns some."""
+    """Return a parameter's bytes on every rank, and the additional bytes on the ranks that own its elements."""
     travels = options.communication.dtype or dtype
     master = options.master_dtype(dtype)
     gradients = Held(gradients=(split.slice_size if options.stage == 2 else split.padded_numel) * travels.itemsize)

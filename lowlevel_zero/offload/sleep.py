@@ -1,4 +1,4 @@
-"""Sleep: what a rank holds beside the parameters goes to the host and back, so that others may use the device.
+"""Sleep: masters, states, gradients and buffers move to the host and back, so that others may use the device.
 
 Storages move, and the tensors over them follow by ``tensor.data``: so they stay the same objects, of the same values,
 wherever they are. Nothing communicates.
@@ -57,7 +57,7 @@ class Asleep:
         return moved
 
     def wake(self) -> None:
-        """Move what is still in use back to its device; the host doesn't wait. If it fails, it may be called again."""
+        """Move the tensors in use back to their devices; the host doesn't wait. After a failure, call it again."""
         with torch.inference_mode(False), torch.no_grad(), self._streams.home():
             while self._moved:
                 device, members = self._moved[-1]

@@ -119,7 +119,7 @@ def is_scale(key: str, state: Collection[str]) -> bool:
 
 
 def flat_state(optimizer: Optimizer, state: State) -> State:
-    """Return ``state`` as a whole state dict has it: quantised states as codes and one scale for each element."""
+    """Return ``state`` for a whole state dict, with quantised states as codes and one scale for each element."""
     stored, block = stored_state(optimizer, state), block_size(optimizer)
     return {key: _of_elements(key, value, stored, block) for key, value in stored.items()} if block > 1 else stored
 
@@ -132,7 +132,7 @@ def _of_elements(key: str, value: Any, stored: State, block: int) -> Any:
 
 
 def scales_of(scales: Tensor, block: int, start: int, numel: int) -> Tensor:
-    """Repeat each block's scale for its elements, and return those of ``numel`` elements from ``start`` on."""
+    """Repeat each block's scale for its elements, and return the scales of ``numel`` elements from ``start`` on."""
     return scales.repeat_interleave(block)[start : start + numel]
 
 

@@ -1,4 +1,4 @@
-"""Trials: fresh optimizers of a class step small parameters, which tells what a step needs and what it leaves.
+"""Trials: fresh optimizers of a class step small parameters, to find the inputs and the results of a step.
 
 They are made by the class's constructor, with the options that the optimizer has recorded. The optimizer itself, and
 random number generators, stay unchanged.

@@ -135,7 +135,7 @@ def estimate(
 
 
 def _gradients(bucket: BucketLayout, micro_batches: int, keeps_all: bool, offload: bool) -> tuple[int, int]:
-    """Return the bytes of a bucket's reduced gradients on each rank's device, and those that owners hold beside.
+    """Return the bytes of a bucket's reduced gradients on each rank's device, and the owners' additional bytes.
 
     Sums of several micro-batches are in fp32 at least. With ``offload`` owners hold theirs on the host.
     """

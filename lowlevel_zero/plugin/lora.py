@@ -39,7 +39,7 @@ def add_lora_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield each parameter of an adapter, or of a ``modules_to_save`` copy, with those that it adapts or copies."""
+    """Yield each parameter of an adapter, or of a ``modules_to_save`` copy, with the parameters of its base."""
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             origins = list(module.get_base_layer().parameters())

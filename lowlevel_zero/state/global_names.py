@@ -80,7 +80,7 @@ class GlobalNames:
 
 
 def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
-    """Gather every rank's ``experts``; an empty list if there is one shard group. Else communicates."""
+    """Gather every rank's ``experts``; return an empty list if there is one shard group. Else communicates."""
     return [] if len(groups) == 1 else groups[0].all_gather_object(experts)
 
 

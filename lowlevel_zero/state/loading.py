@@ -113,7 +113,7 @@ def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter
 
 @torch.no_grad()
 def _widen(p: Tensor, master: Tensor) -> None:
-    """Replace elements of ``p`` by those of ``master`` that bf16 or fp16 rounds to them."""
+    """Replace each element of ``p`` that equals the rounded element of ``master`` by the master's element."""
     for dtype in (torch.bfloat16, torch.float16):
         p.copy_(torch.where(p == master.to(dtype), master, p))
 

@@ -212,7 +212,7 @@ def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str,
 
 
 def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
-    """Return this rank's slice of a state of the parameter's shape; other values as they are."""
+    """Return this rank's slice of a state of the parameter's shape; return other values unchanged."""
     if isinstance(value, Tensor) and record.p32.device.type == "cpu":
         value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
     if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
