@@ -55,6 +55,15 @@ class Part:
     def keywords(self) -> dict[str, Any]:
         return dict(self.options)
 
+    def in_fp32(self) -> Part:
+        """The same part, of which nothing is rounded to bf16."""
+        weights = tuple(
+            replace(weight, dtype="float32") if weight.dtype == "bfloat16" else weight for weight in self.weights
+        )
+        return replace(
+            self, weights=weights, options=tuple(each for each in self.options if each[0] != "communication_dtype")
+        )
+
     @property
     def half(self) -> bool:
         """Whether losses are scaled."""
@@ -133,6 +142,12 @@ class Program:
     def raises(self) -> bool:
         """Whether an operation of the package is to raise."""
         return self.fault is not None and self.fault.kind == "raise"
+
+    def in_fp32(self) -> Program | None:
+        """The same program with nothing rounded to bf16; None: nothing is, or fp16's loss scale belongs to it."""
+        parts = tuple(part.in_fp32() for part in self.parts)
+        is_fp16 = any(weight.dtype == "float16" for part in parts for weight in part.weights)
+        return None if is_fp16 or parts == self.parts else replace(self, parts=parts)
 
     def with_rows(self, rows: list[Row]) -> Program:
         return replace(self, rows=tuple(rows))

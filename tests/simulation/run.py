@@ -17,6 +17,8 @@ from tests.simulation.program import Program
 from tests.simulation.rank import play
 from tests.simulation.world import simulate
 
+SLACK = 4.0  # how much more numbers of 16 bits may be off by, where the same program is right in fp32
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -72,7 +74,9 @@ def run(program: Program, count: bool = False) -> Verdict:
     try:
         return Verdict(program, outcome, None, _judge(program, outcome, batches))
     except Failure as failure:
-        return Verdict(program, outcome, failure)
+        if failure.kind != "wrong numbers" or not _has_grown(program, outcome, batches):
+            return Verdict(program, outcome, failure)
+    return Verdict(program, outcome, None)
 
 
 def told(seed: int, verdict: Verdict, options: str = "") -> str:
@@ -84,13 +88,29 @@ def told(seed: int, verdict: Verdict, options: str = "") -> str:
     return f"seed {seed} fails:\n{verdict.program}\n{verdict.failure}\nreplay it: {replay}\n"
 
 
+def _has_grown(program: Program, outcome: Outcome[Log], batches: Batches) -> bool:
+    """Whether numbers are wrong by the rounding to bf16 alone, which some programs make larger with each step.
+
+    The same program is right in fp32 then, and off by less than half of a number: a gradient that is missing, or comes
+    twice, is off by more.
+    """
+    exact = program.in_fp32()
+    if exact is None or run(exact).failure is not None:
+        return False
+    try:
+        _judge(program, outcome, batches, slack=SLACK)
+    except Failure:
+        return False
+    return True
+
+
 def _folder(program: Program) -> AbstractContextManager[str]:
     """A folder for checkpoints, if any are saved."""
     saves = program.raises or any(call is not None and call.name == "save" for row in program.rows for call in row)
     return TemporaryDirectory() if saves else nullcontext("")
 
 
-def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
+def _judge(program: Program, outcome: Outcome[Log], batches: Batches, slack: float = 1.0) -> int:
     """Raise ``Failure`` where the run is wrong; else how often a call was refused."""
     if outcome.deadlock is not None:
         stacks = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in sorted(outcome.deadlock.items()))
@@ -106,7 +126,7 @@ def _judge(program: Program, outcome: Outcome[Log], batches: Batches) -> int:
     if outcome.errors:
         told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in outcome.errors.items())
         raise Failure("crash", told)
-    judge = Judge(program, [outcome.results[rank] for rank in range(program.ranks)], batches)
+    judge = Judge(program, [outcome.results[rank] for rank in range(program.ranks)], batches, slack)
     judge.judge()
     if outcome.left:
         raise Failure("left behind", str(outcome.left))

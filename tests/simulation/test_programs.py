@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,22 @@ def test_shrinking_leaves_what_matters() -> None:
 def _odd(program: Program) -> bool:
     scales = any(call is not None and call.name == "scale" for row in program.rows for call in row)
     return scales and any("overlap_allgather" in part.keywords for part in program.parts)
+
+
+COARSE = replace(TWO_STEPS, parts=(replace(TWO_STEPS.parts[0], options=(("communication_dtype", "bfloat16"),)),))
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_rounding_to_16_bits_may_grow_and_gradients_must_not_come_twice(share: float, monkeypatch: Any) -> None:
+    """Numbers are off by a share of themselves, in the one program alone, and not in the same one in fp32."""
+    compare = Judge._compare
+
+    def off(self: Judge, part: Any, expected: Any, got: Any, *args: Any) -> None:
+        compare(self, part, expected, got * (1 + share * part.is_coarse), *args)
+
+    monkeypatch.setattr(Judge, "_compare", off)
+    failure = run(COARSE).failure
+    assert (failure is None) == (share < 0.5), failure
 
 
 def test_the_tolerance_is_small() -> None:
