@@ -200,7 +200,7 @@ DRAWN = [
                 "",
             ),
         ),
-        235,
+        299,
     ),
     Mistake(
         "a step is taken with what an error has left of the gradients",
