@@ -23,6 +23,8 @@ from .output import heading
 from .tables import TABLES, Table
 
 _ROOT = Path(__file__).parents[1]
+# Processes of tests that share the GPUs; each starts ranks of its own.
+_SIDE_BY_SIDE = min(8, os.cpu_count() or 1)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,7 +82,7 @@ def _told_by_driver() -> str:
 def _tested(report: Path, quick: bool) -> dict[str, Any]:
     """How many tests passed, and what those say that failed; with what the run ended."""
     chosen = ["-k", "oracle and stage2"] if quick else []
-    command = ["pytest", "tests/gpu", f"--junitxml={report}", "-q", *chosen]
+    command = ["pytest", "tests/gpu", f"--junitxml={report}", "-q", f"-n{_SIDE_BY_SIDE}", "--dist=worksteal", *chosen]
     code = _run(command)
     cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = {case.get("name", "?"): trouble.get("message", "")[:2000] for case, trouble in _troubles(cases)}

@@ -33,7 +33,7 @@ _PATIENCE, _PAUSE = 1.0, 0.02
 
 
 class LostRank(RuntimeError):
-    """The process of another rank has ended, or the connection to it is broken."""
+    """The process of another rank has ended, the connection to it is broken, or a wait for it was in vain."""
 
 
 def run_each(collectives: Iterable[Callable[[], object]]) -> None:
