@@ -222,6 +222,12 @@ class ShardedParameter:
         """Return whether the caller has written or moved ``p`` since ``note_version``."""
         return self.p.data_ptr() != self.address or self.p._version != self.version
 
+    @property
+    def writes(self) -> int:
+        """Return how often the caller has written ``p`` since ``note_version``; where it was moved, 1."""
+        moved = self.version < 0 or self.p.data_ptr() != self.address
+        return 1 if moved else self.p._version - self.version
+
     def follow_edits(self) -> None:
         """Copy values that the caller has written into ``p`` to ``p32``. Doesn't communicate.
 

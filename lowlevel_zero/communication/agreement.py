@@ -19,6 +19,7 @@ T = TypeVar("T", bound=BaseException)
 
 NORMS = "take norms of p.grad"
 
+_TIMES = {0: "not", 1: "once"}
 _LISTED = 8  # ranks whose values a message lists, at most
 
 
@@ -57,8 +58,8 @@ _EDITED = (
     "they have in common, and begin the step anew with optimizer.zero_grad()"
 )
 _WRITTEN = (
-    "{}: expected weights to be written on every rank or on none since the last step, got {}: write the same values on "
-    "all ranks (model.load_state_dict on each, or broadcast them from one), or load a checkpoint by "
+    "{}: expected weights to be written on every rank or on none since the last step, and equally often, got {}: write "
+    "the same values on all ranks (model.load_state_dict on each, or broadcast them from one), or load a checkpoint by "
     "lowlevel_zero.checkpoint.load_checkpoint, and call step again"
 )
 
@@ -99,7 +100,7 @@ class SyncProgress(NamedTuple):
         lacks: whether a backward has left one of the rank's parameters without a gradient.
         settings: as in ``Call``.
         cleared: the parameters whose ``p.grad`` was set to None, and when, in words.
-        written: names of the parameters that were written.
+        written: names of the parameters that were written, each with the number of writes.
         edited: the edits of ``p.grad``, in words.
     """
 
@@ -107,7 +108,7 @@ class SyncProgress(NamedTuple):
     lacks: bool = False
     settings: Digested = Digested()
     cleared: Sequence[str] = ()
-    written: Sequence[str] = ()
+    written: Sequence[tuple[str, int]] = ()
     edited: Sequence[str] = ()
 
 
@@ -134,11 +135,11 @@ class _Statement(NamedTuple):
     failed: str = ""
 
 
-class WrittenOnSome(RuntimeError):
-    """Raised on all ranks if only some have written parameters since the last agreement.
+class UnevenWrites(RuntimeError):
+    """Raised on all ranks if some have written parameters more often than others since the last agreement.
 
     Attributes:
-        names: the parameters that were written on one rank or more, but not on all.
+        names: the parameters that ranks have not written equally often.
     """
 
     def __init__(self, message: str, names: Collection[str]) -> None:
@@ -165,7 +166,7 @@ def agree(
 
     Raises:
         Exception: this rank's own ``error``.
-        WrittenOnSome: some ranks alone have written parameters, and nothing else is wrong.
+        UnevenWrites: ranks have not written parameters equally often, and nothing else is wrong.
         RuntimeError: another rank has an error, or the ranks make different calls.
         ValueError: lines or settings differ.
     """
@@ -282,9 +283,22 @@ def _different_progress(done: Sequence[SyncProgress], ranks: Sequence[int]) -> E
         names, told = _uneven(by_rank, ranks)
         if names:
             return RuntimeError(message.format(told))
-    names, told = _uneven([each.written for each in done], ranks)
+    return _uneven_writes([dict(each.written) for each in done], ranks)
+
+
+def _uneven_writes(by_rank: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> UnevenWrites:
+    """Return the error for parameters that ranks have not written equally often, with the first one's numbers."""
+    every = dict.fromkeys(chain.from_iterable(by_rank))
+    names = [name for name in every if len({own.get(name) for own in by_rank}) > 1]
     assert names, "digests differ, statements don't"
-    return WrittenOnSome(_WRITTEN.format(names[0], told), names)
+    numbers = [own.get(names[0], 0) for own in by_rank]
+    told = [
+        f"{_TIMES.get(number, f'{number} times')} on "
+        + listed_ranks([rank for rank, own in zip(ranks, numbers, strict=True) if own == number])
+        for number in sorted(set(numbers), reverse=True)
+    ]
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return UnevenWrites(_WRITTEN.format(names[0], " and ".join(told) + more), names)
 
 
 def _uneven(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> tuple[list[str], str]:

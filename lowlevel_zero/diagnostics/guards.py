@@ -15,7 +15,7 @@ from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import StepState
-from ..communication.agreement import WrittenOnSome, raised_by_all
+from ..communication.agreement import UnevenWrites, raised_by_all
 from ..communication.shard_group import ShardGroup
 from ..streams import Streams
 from .verification import difference
@@ -117,14 +117,14 @@ class Guard:
                 if p.requires_grad or record.worked:
                     record.check_kind()
 
-    def check_same_values(self, some: WrittenOnSome, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
-        """Raise unless the parameters that only some ranks wrote have the same values on all. Communicates.
+    def check_same_values(self, uneven: UnevenWrites, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
+        """Raise unless parameters that ranks have not written equally often are the same on all. Communicates.
 
-        They do if a rank exchanges weights for their averages and back, or writes values that others receive from it.
+        They are if a rank exchanges weights for their averages and back, or writes values that others receive from it.
         """
-        written = {record.p: record for record in records if record.name in some.names}
+        written = {record.p: record for record in records if record.name in uneven.names}
         if difference({p: record.name for p, record in written.items()}, group) is not None:
-            raise raised_by_all(RuntimeError(str(some)), group) from None
+            raise raised_by_all(RuntimeError(str(uneven)), group) from None
         for record in written.values():
             record.version = -1
         self.edited += [record for record in written.values() if record not in self.edited]

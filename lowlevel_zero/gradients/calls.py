@@ -9,7 +9,7 @@ import torch
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.step_state import Damage, Phase, StepState
-from ..communication.agreement import Call, WrittenOnSome, agree, is_raised_by_all, moment
+from ..communication.agreement import Call, UnevenWrites, agree, is_raised_by_all, moment
 from ..communication.failed_ranks import LostRank
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.guards import Guard
@@ -59,8 +59,8 @@ class Calls:
         """Finish one shard group's gradients; where ranks have written weights, compare these first. Communicates."""
         try:
             each.reducer.finish(call)
-        except WrittenOnSome as some:
-            self._guard.check_same_values(some, each.records, each.group)
+        except UnevenWrites as uneven:
+            self._guard.check_same_values(uneven, each.records, each.group)
             each.reducer.finish(call._replace(written=()))
 
     def agree(self, call: Call, act: Callable[[ShardedGroup, Call], object]) -> None:

@@ -109,6 +109,28 @@ def test_all_ranks_refuse_the_step_by_name(subtests: pytest.Subtests) -> None:
             assert first[1]
 
 
+def test_all_ranks_refuse_a_step_where_one_has_written_again() -> None:
+    """All have written, so it's the number of writes that tells; where the values are the same, the step is taken."""
+
+    def live(rank: int, world_size: int) -> str:
+        model = net()
+        optimizer = wrap(model)
+        add(model, optimizer, writes=True)
+        once = [p.detach().clone() for p in model.parameters()]
+        add(model, optimizer, writes=rank == ODD)
+        backward(optimizer, model, rank)
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+        undo(model, rank, once)
+        optimizer.step()
+        return str(caught.value)
+
+    first, *others = run_ranks(live, RANKS)
+    assert others == [first, first]
+    assert first.startswith("2.bias: expected weights to be written on every rank or on none")
+    assert f"got 2 times on rank {ODD} and once on ranks 0, 2: " in first
+
+
 # ---- ways out, after the refused step ----
 
 

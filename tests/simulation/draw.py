@@ -15,6 +15,8 @@ SHAPES = [(3,), (), (1,), (0, 3), (7,), (2, 3), (4,), (2, 2, 2), (16,)]
 CARRIERS = ("messages", "memory", "nccl")
 MOST_CALLS = 12
 BY_PARAMETERS = 0.25  # of the programs
+OF_FEW_KINDS = 0.5  # of the programs
+FEW_KINDS = 4  # of what comes between backward and step
 FAULT_WITHIN = 200  # messages or hand-overs of a rank: about as many as the longest programs have
 OPERATIONS = 500  # of a rank: most programs have about as many
 
@@ -80,8 +82,14 @@ OF_A_WEIGHT = (*EDITS, "norm", "clone", "gradient", "grad = None", "write weight
 
 
 def draw(seed: int, carrier: str | None = None) -> Program:
-    """The program of a seed. In one of four, one rank owns a parameter whole, whatever its optimizer's class."""
-    program = Drawing(Random(seed), carrier).program(seed)
+    """The program of a seed. In one of four, one rank owns a parameter whole, whatever its optimizer's class.
+
+    Half of the programs have few kinds of calls between backward and step, more often each, so that some come twice
+    and beside each other that would seldom meet in a program of all kinds (swarm testing: Groce et al., 2012).
+    """
+    few = Random(f"of {seed}: kinds")
+    kinds = few.sample(sorted(BETWEEN), FEW_KINDS) if few.random() < OF_FEW_KINDS else sorted(BETWEEN)
+    program = Drawing(Random(seed), carrier, {name: BETWEEN[name] for name in BETWEEN if name in kinds}).program(seed)
     if Random(f"of {seed}: split").random() >= BY_PARAMETERS:
         return program
     by = {"split": "parameters"}
@@ -92,8 +100,9 @@ def draw(seed: int, carrier: str | None = None) -> Program:
 class Drawing:
     """Choices of one program, each with its own odds."""
 
-    def __init__(self, random: Random, carrier: str | None) -> None:
+    def __init__(self, random: Random, carrier: str | None, kinds: dict[str, int]) -> None:
         self.random = random
+        self.kinds = kinds
         self.carrier = carrier or self.one_of(*CARRIERS)
         self.ranks = random.choices([2, 3, 4], [65, 25, 10])[0]
 
@@ -258,7 +267,7 @@ class Drawing:
         return [one() if rank == odd else 0 for rank in range(self.ranks)]
 
     def between(self, of: int) -> list[Row]:
-        name = self.choice(BETWEEN, of)
+        name = self.choice(self.kinds, of)
         before = [self.alike(Call("zero_grad", of))] if name == "train anew" else []
         return [*before, self.alike(self.call(name, of))]
 

@@ -187,7 +187,7 @@ class Judge:
     def _write(self, rank: int, entry: Entry) -> None:
         """A weight that all ranks which share it write alike is written once; else they differ until it is repaired."""
         part, call, row = self.parts[entry.call.of], entry.call, self.program.rows[entry.place]
-        part.written[rank].append(call.at)
+        part.written[rank].append((call.at, call.amount))
         key = part.key(call.at, rank)
         sharers = part.sharers(key)
         if any(row[each] != call for each in sharers):
@@ -308,8 +308,14 @@ class Judge:
         if any("raised" in ways for ways in part.ways):
             may = True
         if name in ("construct", "train anew"):  # on a device collectives have one order
-            ways_differ = any(ways != each.ways[0] for each in self.parts for ways in each.ways)
-            return Expectation(may=self.program.carrier == "nccl" and ways_differ)
+            # A plain backward with others nested in it ends at the next call: it has begun the reductions whose
+            # gradients have all come on this rank.
+            begun_apart = any(
+                ways != each.ways[0] or (each.part.recomputed and "plain" in ways)
+                for each in self.parts
+                for ways in each.ways
+            )
+            return Expectation(may=self.program.carrier == "nccl" and begun_apart)
         if name == "save":  # compares contents alone
             return Expectation(may=part.settings_differ() or bool(part.written_apart()))
         drops_must, drops_may = part.drops_differ()
@@ -326,8 +332,8 @@ class Judge:
         if name in ("step", "closure", "synchronize"):
             must += [rf"\b{name}\b" for name in part.settings_apart()]
             may |= bool(part.written_apart()) or (bool(written(self.program)) and len({*part.repaired}) > 1)
-            if part.written_by_some():
-                must.append(_names(part.written_by_some()))
+            if part.written_apart(seen=True):
+                must.append(_names(part.written_apart(seen=True)))
                 if drops_may:  # which is told first
                     must.append(r"p\.grad to be set to None")
             leaves_out = name == "synchronize" and drops_first(self.program)

@@ -44,7 +44,8 @@ def judge_raised(program: Program, outcome: Outcome[Log], batches: Batches) -> N
     logs = [outcome.results[each] for each in range(program.ranks)]
     if any(log.errors for log in logs):
         _judge_steps(rank, logs[rank])
-        if logs[rank].errors[-1].error.type == LostRank.__name__:  # the others had come to their end
+        last = [entry.error.type for entry in logs[rank].errors[-1:]]  # none where its gradients were cleared anyway
+        if last == [LostRank.__name__]:  # the others had come to their end
             return
         logs = [_recovered(each, log) for each, log in enumerate(logs)]
     Judge(program, logs, batches).judge()

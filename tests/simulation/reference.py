@@ -19,6 +19,7 @@ from tests.simulation.calls import BOTH, BY_NUMBERS
 from tests.simulation.net import Use
 from tests.simulation.program import Call, Part, Program
 
+Written = tuple[int, float]  # a weight's number, and what it was multiplied with
 Key = tuple[int, int]  # a weight's number, and which half of the ranks has it: experts differ, others are 0
 
 
@@ -66,7 +67,7 @@ class PartReference:
         self.optimizer = net.OPTIMIZERS[self.part.optimizer]([self._of_masters(group) for group in groups])
         # By rank, what it has multiplied the settings of all groups with, by name.
         self.settings: list[list[tuple[str, float]]] = [[] for _ in range(self.ranks)]
-        self.written: list[list[int]] = [[] for _ in range(self.ranks)]  # weights, since the last step
+        self.written: list[list[Written]] = [[] for _ in range(self.ranks)]  # since the last step
         self.repaired = [False] * self.ranks  # settings and weights, since the last step
         self.unlike: set[Key] = set()  # weights that ranks have written, each in its own way or at its own time
         self.saved: Any = None  # what a checkpoint has
@@ -314,26 +315,23 @@ class PartReference:
 
     def written_apart(self, seen: bool = False) -> set[int]:
         """Weights that some ranks have written more often than others; ``seen``: whose values that has changed."""
-        keys = {self.key(at, rank) for rank, written in enumerate(self.written) for at in written}
-        apart = {key for key in keys if len({self.written[rank].count(key[0]) for rank in self.sharers(key)}) > 1}
-        return {key[0] for key in apart if not seen or self._changes(key[0])}
+        keys = {self.key(at, rank) for rank, written in enumerate(self.written) for at, _ in written}
+        apart = {key for key in keys if len({len(self._factors(key, rank)) for rank in self.sharers(key)}) > 1}
+        return {key[0] for key in apart if not seen or self._changes(key)}
 
-    def written_by_some(self) -> set[int]:
-        """Weights that some ranks have written, and others haven't, where that has changed values."""
-        apart = self.written_apart(seen=True)
-        return {at for at in apart if any(self._lacks(key) for key in self.weights if key[0] == at)}
-
-    def _lacks(self, key: Key) -> bool:
-        wrote = {key[0] in self.written[rank] for rank in self.sharers(key)}
-        return len(wrote) > 1
+    def _factors(self, key: Key, rank: int) -> list[float]:
+        """The numbers that a rank has multiplied a weight with."""
+        return [amount for at, amount in self.written[rank] if at == key[0]]
 
     def sharers(self, key: Key) -> list[int]:
         """The ranks that have a weight, or half of an expert, in common."""
         return [rank for rank in range(self.ranks) if self.key(key[0], rank) == key]
 
-    def _changes(self, at: int) -> bool:
-        """Whether a product changes the values of a weight."""
-        return any(bool((p.isfinite() & (p != 0)).any()) for (of, _), p in self.weights.items() if of == at)
+    def _changes(self, key: Key) -> bool:
+        """Whether ranks have given a weight different values by different products."""
+        p = self.weights[key]
+        products = {math.prod(self._factors(key, rank)) for rank in self.sharers(key)}
+        return len(products) > 1 and bool((p.isfinite() & (p != 0)).any())
 
     def save(self) -> None:
         """Keep all that a checkpoint has."""

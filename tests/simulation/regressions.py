@@ -134,6 +134,16 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(),), ((0,),)),
         Part((Weight(), Weight()), ((0,),)),
     ),
+    "all ranks write a weight, and one of them writes it again": _program(
+        [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
+    ),
+    "ranks run layers again in a plain backward before another optimizer": replace(
+        _program(
+            [(Call("plain"), Call("plain", drops=1)), *_both(Call("construct"))],
+            Part((Weight(), Weight()), ((1,), (0,)), recomputed=True),
+        ),
+        carrier="nccl",
+    ),
     "ranks scale a gradient before and after another optimizer's step": _program(
         [
             *_both(BACKWARD, Call("norm")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ def run(program: Program, count: bool = False) -> Verdict:
     except Failure as failure:
         if failure.kind != "wrong numbers" or not _has_grown(program, outcome, batches):
             return Verdict(program, outcome, failure)
+    except Exception:  # a mistake of the judge's own, which is to be shown with its seed
+        return Verdict(program, outcome, Failure("judge", traceback.format_exc()))
     return Verdict(program, outcome, None)
 
 
