@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -17,6 +17,7 @@ MOST_CALLS = 12
 BY_PARAMETERS = 0.25  # of the programs
 OF_FEW_KINDS = 0.5  # of the programs
 FEW_KINDS = 4  # of what comes between backward and step
+BACKWARD_AGAIN = 0.3  # how often one comes behind such a call, where there are few kinds
 FAULT_WITHIN = 200  # messages or hand-overs of a rank: about as many as the longest programs have
 OPERATIONS = 500  # of a rank: most programs have about as many
 
@@ -84,12 +85,13 @@ OF_A_WEIGHT = (*EDITS, "norm", "clone", "gradient", "grad = None", "write weight
 def draw(seed: int, carrier: str | None = None) -> Program:
     """The program of a seed. In one of four, one rank owns a parameter whole, whatever its optimizer's class.
 
-    Half of the programs have few kinds of calls between backward and step, more often each, so that some come twice
-    and beside each other that would seldom meet in a program of all kinds (swarm testing: Groce et al., 2012).
+    Half of the programs have few kinds of calls between backward and step, more often each, and backwards among them,
+    so that calls come twice and beside each other that would seldom meet in a program of all kinds (swarm testing:
+    Groce et al., 2012).
     """
     few = Random(f"of {seed}: kinds")
-    kinds = few.sample(sorted(BETWEEN), FEW_KINDS) if few.random() < OF_FEW_KINDS else sorted(BETWEEN)
-    program = Drawing(Random(seed), carrier, {name: BETWEEN[name] for name in BETWEEN if name in kinds}).program(seed)
+    kinds = few.sample(sorted(BETWEEN), FEW_KINDS) if few.random() < OF_FEW_KINDS else list(BETWEEN)
+    program = Drawing(Random(seed), carrier, kinds).program(seed)
     if Random(f"of {seed}: split").random() >= BY_PARAMETERS:
         return program
     by = {"split": "parameters"}
@@ -100,9 +102,10 @@ def draw(seed: int, carrier: str | None = None) -> Program:
 class Drawing:
     """Choices of one program, each with its own odds."""
 
-    def __init__(self, random: Random, carrier: str | None, kinds: dict[str, int]) -> None:
+    def __init__(self, random: Random, carrier: str | None, kinds: Collection[str]) -> None:
         self.random = random
-        self.kinds = kinds
+        self.kinds = {name: odds for name, odds in BETWEEN.items() if name in kinds}
+        self.mixes = len(kinds) < len(BETWEEN)  # backwards with what comes between these and the step
         self.carrier = carrier or self.one_of(*CARRIERS)
         self.ranks = random.choices([2, 3, 4], [65, 25, 10])[0]
 
@@ -217,6 +220,8 @@ class Drawing:
         for of in order:
             rows += [self.backward(of) for _ in range(self.random.choices([1, 2, 3], [65, 28, 7])[0])]
             rows += [row for _ in range(self.random.choices([0, 1, 2], [45, 40, 15])[0]) for row in self.between(of)]
+            while self.mixes and self.chance(BACKWARD_AGAIN):
+                rows += [self.backward(of), *self.between(of)]
         for of in order:
             name = self.random.choices(["step", "closure", "synchronize", "none"], [84, 6, 6, 4])[0]
             if name != "none":

@@ -331,6 +331,8 @@ class Judge:
         may |= drops_may or part.edited_apart or part.edits_vary
         if name in ("step", "closure", "synchronize"):
             must += [rf"\b{name}\b" for name in part.settings_apart()]
+            if must and name == "synchronize" and drops_may:  # which it tells, before the step tells settings
+                must.append(r"p\.grad to be set to None")
             may |= bool(part.written_apart()) or (bool(written(self.program)) and len({*part.repaired}) > 1)
             if part.written_apart(seen=True):
                 must.append(_names(part.written_apart(seen=True)))
