@@ -175,12 +175,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         )
         with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
-            self._assemble(optimizer, model)
+            self._assemble(optimizer, model, checked.writes_unused)
             log_start(self)
 
     # ---- the parts of a step ----
 
-    def _assemble(self, optimizer: Optimizer, model: nn.Module | None) -> None:
+    def _assemble(self, optimizer: Optimizer, model: nn.Module | None, writes_unused: bool) -> None:
         """Create the parts of a step over slices taken before, and register hooks and itself. Doesn't communicate."""
         super().__init__(optimizer)
         self.model = model
@@ -195,7 +195,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.calls = Calls(self.sharded_groups, self.shard_group, self._guard, self.step_state, self.streams)
         self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
         make_handles(self.sharded_parameters, self.gradients)
-        self._make_stepper()
+        self._make_stepper(writes_unused)
         register(self)
 
     def _make_state(self) -> None:
@@ -222,11 +222,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 known[number] = ShardedGroup(number, self.sharded_parameters, *common)
         self.sharded_groups[:] = [known[number] for number in sorted(known)]
 
-    def _make_stepper(self) -> None:
+    def _make_stepper(self, writes_unused: bool) -> None:
         """Create the stepper, and decide whether a step waits for the norm of its gradients."""
         options = self.options
         carry_overrides(self.optim, self.sharded_parameters)
-        self._stepper = Stepper(self.optim, self.sharded_groups, on_host=options.cpu_offload)
+        self._stepper = Stepper(self.optim, self.sharded_groups, writes_unused, options.cpu_offload)
         needs_norm = options.clip_grad_norm > 0 or self.scaler is not None or options.diagnostics.error_if_nonfinite
         self._tells_norm = needs_norm or not options.communication.overlap_gathers
 

@@ -167,6 +167,7 @@ class Stepper:
     Args:
         optim: the wrapped optimizer.
         groups: the parameters by shard group, with their gradients and what gathers them.
+        writes_unused: the optimizer may write parameters that have no gradient.
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
 
     Attributes:
@@ -179,8 +180,10 @@ class Stepper:
         self,
         optim: Optimizer,
         groups: Iterable[ShardedGroup],
+        writes_unused: bool,
         on_host: bool = False,
     ) -> None:
+        self._writes_unused = writes_unused
         self._on_host = on_host
         self._optim = optim
         self._groups = groups
@@ -283,8 +286,8 @@ class Stepper:
 
     def _written_besides(self, group: ShardedGroup) -> Iterator[tuple[Any, int, ShardedParameter]]:
         """Yield the parameters without gradients that the optimizer may write, with their kinds and sizes."""
-        unused = [record for record in group.records if not (record.worked or record.is_empty)]
-        if unused and self._owned_step.writes_without_gradients:
+        unused = (record for record in group.records if not (record.worked or record.is_empty))
+        if self._writes_unused:
             yield from ((record.kind, record.split.slice_size, record) for record in unused)
 
     def assign_gradients(

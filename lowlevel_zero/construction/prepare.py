@@ -21,7 +21,7 @@ from ..diagnostics.settings import described
 from ..diagnostics.stall_report import seconds_of, watch
 from ..experts.assignment import Assignment, assign, make_groups
 from ..optim.quantised import slice_multiple
-from ..optim.splits import check_and_choose
+from ..optim.splits import check_and_choose, may_write_unused
 from ..options import ZeroOptions
 from ..partition import Choice
 from .checks import check_group, check_optimizer, check_parameters
@@ -79,12 +79,14 @@ class Checked(NamedTuple):
         choices: the ``Choice`` of each parameter's split.
         assignment: which shard group has which parameter.
         lines: for each shard group, the lines that its ranks must have in common.
+        writes_unused: whether the optimizer may write parameters that have no gradient.
     """
 
     names: dict[Tensor, str]
     choices: dict[Tensor, Choice]
     assignment: Assignment
     lines: list[list[str]]
+    writes_unused: bool
 
     @property
     def trained(self) -> list[Tensor]:
@@ -106,8 +108,10 @@ def check(
     choices = check_and_choose(optimizer, trained, names, options)
     assignment = assign(assigned, group, names, model)
     lines = [list(describe(optimizer, names, choices, model, assignment.of, at)) for at in assignment.numbers]
+    writes_unused = may_write_unused(optimizer)
     lines[0] += [*options.alike(), *assignment.in_common(names, options)]
-    return Checked(names, choices, assignment, lines)
+    lines[0] += [f"the optimizer may write parameters that have no gradient: {writes_unused}"]
+    return Checked(names, choices, assignment, lines, writes_unused)
 
 
 def add_group(

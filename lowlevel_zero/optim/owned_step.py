@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from .splits import is_elementwise
-from .trials import needs_a_parameter, writes_without_gradients
+from .trials import needs_a_parameter
 
 
 class OwnedStep:
@@ -27,7 +26,6 @@ class OwnedStep:
     def __init__(self, optim: Optimizer) -> None:
         self._optim = optim
         self._needs_a_parameter: bool | None = None  # None: no group was empty so far
-        self._writes_without_gradients: bool | None = None  # None: each parameter has had one so far
 
     def __call__(self, records: Iterable[ShardedParameter]) -> None:
         """Step the wrapped optimizer with only this rank's own ``records`` in its groups. Doesn't communicate."""
@@ -48,14 +46,6 @@ class OwnedStep:
                 group["params"] = members
             for each in stand_ins:
                 self._optim.state.pop(each, None)
-
-    @property
-    def writes_without_gradients(self) -> bool:
-        """Whether the optimizer may write parameters that no rank has a gradient for; the same on all ranks."""
-        if self._writes_without_gradients is None:
-            skips = is_elementwise(self._optim) or type(self._optim).__module__.startswith("torch.optim")
-            self._writes_without_gradients = not skips and writes_without_gradients(self._optim)
-        return self._writes_without_gradients
 
     def _fails_on_nothing(self) -> bool:
         if self._needs_a_parameter is None:

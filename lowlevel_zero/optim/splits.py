@@ -23,7 +23,7 @@ from .costs import ORTHOGONALISING, costs_of
 from .overrides import check_overrides
 from .probe import probe_elements, probe_parameters
 from .quantised import check_unstepped, is_known
-from .trials import full_name
+from .trials import full_name, writes_without_gradients
 
 # Elementwise classes of others, by their full names: they hold compiled kernels, which a probe can't make again.
 _ELSEWHERE = {
@@ -156,6 +156,12 @@ def choose_splits(
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether the class of ``optimizer`` is known to treat each element by itself, and to skip unused ones."""
     return type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE or is_known(optimizer)
+
+
+def may_write_unused(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` may write parameters that have no gradient, by a trial if its class is unknown."""
+    skips = is_elementwise(optimizer) or type(optimizer).__module__.startswith("torch.optim")
+    return not skips and writes_without_gradients(optimizer)
 
 
 def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -309,3 +310,27 @@ def test_a_count_among_states_is_in_plain_torch_s_state_dicts() -> None:
         assert re.search("'count': 7", str(optimizer.state_dict()["state"]))
 
     run_ranks(work, 2)
+
+
+class TriedInVain(Rule):
+    """Fails on rank 1 where it steps others than the model's parameters, as a trial does."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        if dist.get_rank() == 1 and p.dim() > 1:
+            raise MemoryError("no memory for a trial")
+        return gradient
+
+
+def test_ranks_of_which_one_fails_to_try_the_class_refuse_it_together() -> None:
+    """A rank that takes the class to write unused parameters would gather them, and wait for the others."""
+
+    def work(rank: int, world_size: int) -> str:
+        model = Net()
+        inner = TriedInVain(model.parameters())
+        with pytest.raises(ValueError, match="expected the same model, optimizer and options") as caught:
+            LowLevelZeroOptimizer(inner, model=model, split="elements")
+        return str(caught.value)
+
+    first, second = run_ranks(work, 2)
+    assert first == second
+    assert "«the optimizer may write parameters that have no gradient: False»" in first

@@ -43,6 +43,7 @@ CALLS: dict[str, Kind] = {
     "zero_grad": Kind("zero_grad"),
     "zero_grad to zeros": Kind("zero_grad(set_to_none=False)"),
     "clip": Kind("clip_grad_norm_"),
+    "package's clip": Kind("lowlevel_zero.clip_grad_norm_"),
     "torch's clip": Kind("take norms of p.grad", quiet=True),
     "norm": Kind("take norms of p.grad", quiet=True),
     **dict.fromkeys(EDITS, Kind("edit p.grad", quiet=True)),
@@ -113,6 +114,11 @@ def _key(call: Call) -> tuple[object, ...]:
 def drops_first(program: Program) -> bool:
     """Whether a ``synchronize`` drops the gradient of the first weight, by its slice, beside multiplying all."""
     return program.schedule % 3 == 2
+
+
+def edits_slices(program: Program) -> bool:
+    """Whether a gradient is multiplied as that of a slice in ``param_groups``."""
+    return program.schedule % 5 == 4
 
 
 def written(program: Program) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ MOST_CALLS = 12
 BY_PARAMETERS = 0.25  # of the programs
 OF_FEW_KINDS = 0.5  # of the programs
 FEW_KINDS = 4  # of what comes between backward and step
+OF_OWN_CLASSES = 0.15  # of the programs: the first optimizer is of a class that the package doesn't know
 BACKWARD_AGAIN = 0.3  # how often one comes behind such a call, where there are few kinds
 FAULT_WITHIN = 200  # messages or hand-overs of a rank: about as many as the longest programs have
 OPERATIONS = 500  # of a rank: most programs have about as many
@@ -92,6 +93,9 @@ def draw(seed: int, carrier: str | None = None) -> Program:
     few = Random(f"of {seed}: kinds")
     kinds = few.sample(sorted(BETWEEN), FEW_KINDS) if few.random() < OF_FEW_KINDS else list(BETWEEN)
     program = Drawing(Random(seed), carrier, kinds).program(seed)
+    if few.random() < OF_OWN_CLASSES:
+        own = replace(program.parts[0], optimizer=few.choice(["own sgd", "normalized"]))
+        program = replace(program, parts=(own, *program.parts[1:]))
     if Random(f"of {seed}: split").random() >= BY_PARAMETERS:
         return program
     by = {"split": "parameters"}
@@ -273,6 +277,8 @@ class Drawing:
 
     def between(self, of: int) -> list[Row]:
         name = self.choice(self.kinds, of)
+        if name == "clip" and self.mixes and self.chance(0.5):
+            name = "package's clip"
         before = [self.alike(Call("zero_grad", of))] if name == "train anew" else []
         return [*before, self.alike(self.call(name, of))]
 

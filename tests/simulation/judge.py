@@ -401,8 +401,10 @@ class Judge:
         elif call.name == "zero_grad to zeros":
             part.multiply(part.base, 0.0)
             part.base = {key: torch.zeros_like(gradient) for key, gradient in part.base.items()}
-        elif call.name in ("clip", "torch's clip"):
+        elif call.name in ("clip", "torch's clip", "package's clip"):
             self._compare_told(part, here.values(), part.clip(call.amount))
+            if any(each.call.amount != call.amount for each in here.values()):  # which the next call may tell
+                part.edits_vary = part.is_mixed = True
         elif call.name == "norm":
             for each in here.values():
                 average = part.average((each.call.at, 0))
@@ -429,7 +431,7 @@ class Judge:
 
         A row that is summed across two inner groups is padded to a multiple of two.
         """
-        if part.part.keywords.keys() & {"cpu_offload", "split"}:
+        if part.part.by_parameters or "cpu_offload" in part.part.keywords:
             return
         inner = part.part.levels == "inner"
         shares = {key: 2 if inner else len(part.sharers(key)) for key in part.weights}
@@ -470,7 +472,7 @@ class Judge:
         sharers = [rank for rank in range(len(self.logs)) if part.key(key[0], rank) == key]
         owners = [rank for rank in sharers if (number, key[0]) in self.logs[rank].slices]
         replicas = 2 if part.part.levels == "inner" else 1
-        expected = replicas if part.part.keywords.get("split") == "parameters" else len(sharers)
+        expected = replicas if part.part.by_parameters else len(sharers)
         if len(owners) != expected:
             raise Failure("wrong numbers", f"model {number}, w{key[0]}: expected {expected} owners, found {owners}")
         for rank in owners if master.numel() else ():

@@ -18,11 +18,35 @@ from tests.simulation.program import NOTHING, Part, Program, Weight
 SCALE = 2.0**8  # of fp16 losses
 LEARNING_RATE = 0.125
 
+
+class OwnSGD(torch.optim.SGD):
+    """A class of the user's own, which treats elements alone, as a probe has to find out."""
+
+
+class Normalized(torch.optim.Optimizer):
+    """Momentum of gradients that are divided by their norms: each parameter is stepped by itself, and whole."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step the parameters that have a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.mul_(0.5).add_(p.grad / (p.grad.norm() + 1.0))
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(average, alpha=group["lr"])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.5),
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=0.1),
     "fused adamw": lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=0.1, fused=True),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=LEARNING_RATE, initial_accumulator_value=0.1),
+    "own sgd": lambda groups: OwnSGD(groups, lr=LEARNING_RATE, momentum=0.5),
+    "normalized": lambda groups: Normalized(groups, lr=LEARNING_RATE),
 }
 
 

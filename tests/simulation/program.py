@@ -65,6 +65,11 @@ class Part:
         )
 
     @property
+    def by_parameters(self) -> bool:
+        """Whether one rank owns each weight whole."""
+        return self.keywords.get("split") == "parameters" or self.optimizer == "normalized"
+
+    @property
     def half(self) -> bool:
         """Whether losses are scaled."""
         return any(weight.dtype == "float16" and weight.role != "frozen" for weight in self.weights)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.layout.held import memory_held
 from tests.simulation import net
-from tests.simulation.calls import BACKWARDS, BOTH, EDITS, SETTINGS, all_calls, drops_first, written
+from tests.simulation.calls import BACKWARDS, BOTH, EDITS, SETTINGS, all_calls, drops_first, edits_slices, written
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, Net, loss_of, run_layers
 from tests.simulation.outcome import InjectedFault
@@ -167,6 +167,9 @@ class Rank:
     def clip(self, entry: Entry) -> None:
         entry.told = self.optimizers[entry.call.of].clip_grad_norm_(entry.call.amount).clone()
 
+    def clip_by_package(self, entry: Entry) -> None:
+        entry.told = clip_grad_norm_(self.nets[entry.call.of].parameters(), entry.call.amount).clone()
+
     def clip_by_torch(self, entry: Entry) -> None:
         # Those of empty parameters are plain ones, and have no norm.
         gradients = [p.grad for p in self.nets[entry.call.of].weights if p.grad is not None and p.numel()]
@@ -188,7 +191,11 @@ class Rank:
         p = self.nets[call.of][call.at]
         entry.absent = not _is_sharded(p.grad)
         if p.grad is not None and not entry.absent:
-            if call.name == "scale":
+            if call.name == "scale" and edits_slices(self.program):
+                record = self.optimizers[call.of].sharded_parameters[p]
+                assert record.p32.grad is not None, "as p.grad isn't None"
+                record.p32.grad.mul_(call.amount)
+            elif call.name == "scale":
                 p.grad.mul_(call.amount)
             elif call.name == "scale twice":
                 torch._foreach_mul_([p.grad, p.grad], call.amount)
@@ -386,6 +393,7 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "zero_grad to zeros": Rank.zero_grad,
     "clip": Rank.clip,
     "torch's clip": Rank.clip_by_torch,
+    "package's clip": Rank.clip_by_package,
     "norm": Rank.norm,
     **dict.fromkeys(EDITS, Rank.edit),
     "clone": Rank.clone,
