@@ -21,11 +21,14 @@ class Kind(NamedTuple):
     completes: bool = True
 
 
-BACKWARDS = ("backward", "by gradient", "plain", "no_sync", "plain in no_sync", "pass", "nan", "raising")
+BACKWARDS = (
+    *("backward", "by gradient", "by inputs", "plain", "plain with graph", "no_sync", "plain in no_sync"),
+    *("pass", "nan", "raising"),
+)
 BOTH = ("through", "plain through", "nested")  # backwards through the models of both parts
 
 # Begun by the optimizer.
-OF_ONE_OPTIMIZER = ("backward", "by gradient", "pass", "nan", "raising", "through", "nested", "closure")
+OF_ONE_OPTIMIZER = ("backward", "by gradient", "by inputs", "pass", "nan", "raising", "through", "nested", "closure")
 
 WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct", "construct aside")
 

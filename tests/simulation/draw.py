@@ -18,6 +18,7 @@ BY_PARAMETERS = 0.25  # of the programs
 OF_FEW_KINDS = 0.5  # of the programs
 FEW_KINDS = 4  # of what comes between backward and step
 OF_OWN_CLASSES = 0.15  # of the programs: the first optimizer is of a class that the package doesn't know
+OTHER_WAYS = 0.2  # how often a backward is that of some inputs, or leaves a graph of gradients, in such programs
 BACKWARD_AGAIN = 0.3  # how often one comes behind such a call, where there are few kinds
 FAULT_WITHIN = 200  # messages or hand-overs of a rank: about as many as the longest programs have
 OPERATIONS = 500  # of a rank: most programs have about as many
@@ -250,7 +251,16 @@ class Drawing:
         if mixes:
             odd = self.random.randrange(self.ranks)
             calls[odd] = None if self.chance(0.3) else Call(self.way(of), of, drops[odd])
+        part = self.parts[of]
+        if self.mixes and not part.recomputed and self.chance(OTHER_WAYS):
+            calls = [call and self.other_way(call, self.one_of(*part.trained)) for call in calls]
         return tuple(calls)
+
+    def other_way(self, call: Call, at: int) -> Call:
+        """The same backward for the gradient of one weight, or one that leaves a graph of its gradients."""
+        if call.name == "backward":
+            return replace(call, name="by inputs", at=at)
+        return replace(call, name="plain with graph") if call.name == "plain" else call
 
     def way(self, of: int) -> str:
         if len(self.parts) > 1 and self.chance(0.25):

@@ -173,6 +173,8 @@ class Judge:
         slope = 2 * value * self.parts[call.of].scale * (float("nan") if call.name == "nan" else 1)
         for part, number, uses in reversed(found):
             slope, gradients = derivatives(uses, slope)
+            if call.name == "by inputs" and part.key(call.at, rank) not in part.frozen[rank]:
+                gradients = [each for each in gradients if each[0] == call.at]
             part.add(rank, gradients, self._way(entry, number, touches))
             part.is_mixed |= is_mixed
 
@@ -180,7 +182,7 @@ class Judge:
         name, own = entry.call.name, number == entry.call.of
         if "no_sync" in name or (not own and name not in ("plain through", "nested")):
             return "local"
-        if name in ("plain", "plain through"):
+        if name in ("plain", "plain with graph", "plain through"):
             return "plain" if touches else "local"
         return "own"
 

@@ -95,9 +95,11 @@ class Rank:
 
     def backward(self, entry: Entry) -> None:
         call, loss = entry.call, self._loss(entry)
-        optimizer = self.optimizers[call.of]
+        optimizer, p = self.optimizers[call.of], self.nets[call.of][call.at]
         if call.name == "raising":
             self._raising(entry, loss)
+        elif call.name == "by inputs":
+            optimizer.backward(loss, inputs=[p] if p.requires_grad else None)
         else:
             with optimizer.no_sync() if "no_sync" in call.name else nullcontext():
                 self._run(call.name, optimizer, loss)
@@ -105,7 +107,7 @@ class Rank:
     def _run(self, name: str, optimizer: LowLevelZeroOptimizer, loss: Tensor) -> None:
         if name.startswith("plain"):
             if loss.requires_grad:
-                loss.backward()
+                loss.backward(create_graph="graph" in name)
         elif name == "pass":
             with optimizer.backward_pass(loss) as scaled:
                 if scaled.requires_grad:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.simulation import net
-from tests.simulation.calls import BOTH, BY_NUMBERS
+from tests.simulation.calls import BOTH, BY_NUMBERS, edits_slices
 from tests.simulation.net import Use
 from tests.simulation.program import Call, Part, Program
 
@@ -226,7 +226,8 @@ class PartReference:
     def edit_unlike(self, calls: Sequence[Call]) -> None:
         """The ranks edit gradients at the same time, each in its own way."""
         names, weights = {call.name for call in calls}, {call.at for call in calls}
-        if len(names) == len(weights) == 1 and names <= {*BY_NUMBERS}:
+        free = {"scale"} if edits_slices(self.program) else set()  # each rank's slice may have a number of its own
+        if len(names) == len(weights) == 1 and names <= {*BY_NUMBERS} - free:
             self.edited_apart |= any(key[0] in weights and len(self.sharers(key)) == self.ranks for key in self.base)
         self.edits_vary = self.is_mixed = True
 

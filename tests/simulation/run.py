@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -55,7 +56,9 @@ def quiet() -> Iterator[None]:
     log = logging.getLogger("lowlevel_zero")
     before, log.disabled = log.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward.. with create_graph")
+            yield
     finally:
         log.disabled = before
 

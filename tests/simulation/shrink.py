@@ -90,10 +90,13 @@ def _plainer_calls(program: Program) -> Iterator[Program]:
                 yield _with_row(program, at, plainer)
 
 
+_LESS_PLAIN = ("pass", "nested", "through", "no_sync", "plain", "plain with graph", "by inputs")
+
+
 def _plainer_rows(row: Row) -> Iterator[Row]:
     yield tuple(None if call is None else replace(call, drops=0) for call in row)
     yield tuple(None if call is None else replace(call, amount=0.5) for call in row)
-    if any(call is not None and call.name in ("pass", "nested", "through", "no_sync", "plain") for call in row):
+    if any(call is not None and call.name in _LESS_PLAIN for call in row):
         yield tuple(None if call is None else replace(call, name="backward") for call in row)
     for rank, call in enumerate(row):
         for plainer in [] if call is None else [replace(call, drops=0), replace(call, name="backward", drops=0, at=0)]:
