@@ -124,6 +124,16 @@ def edits_slices(program: Program) -> bool:
     return program.schedule % 5 == 4
 
 
+def assigns_weights(program: Program) -> bool:
+    """Whether weights are written by an assignment to ``p.data``, of which one or several are seen alike."""
+    return program.schedule % 11 == 10
+
+
+def watches_steps(program: Program, rank: int) -> bool:
+    """Whether a rank has a hook on the steps of its wrapped optimizers, which keeps these from being taken in parts."""
+    return program.schedule % 7 == 6 and rank == 0
+
+
 def written(program: Program) -> list[tuple[int, int]]:
     """The weights that a rank writes, by part and number."""
     calls = [call for row in program.rows for call in row if call is not None and call.name == "write weight"]

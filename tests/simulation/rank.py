@@ -16,7 +16,18 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.layout.held import memory_held
 from tests.simulation import net
-from tests.simulation.calls import BACKWARDS, BOTH, EDITS, SETTINGS, all_calls, drops_first, edits_slices, written
+from tests.simulation.calls import (
+    BACKWARDS,
+    BOTH,
+    EDITS,
+    SETTINGS,
+    all_calls,
+    assigns_weights,
+    drops_first,
+    edits_slices,
+    watches_steps,
+    written,
+)
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, Net, loss_of, run_layers
 from tests.simulation.outcome import InjectedFault
@@ -52,6 +63,8 @@ class Rank:
 
     def _optimizer(self, part: Part, model: Net, group: Any = None) -> LowLevelZeroOptimizer:
         wrapped = net.OPTIMIZERS[part.optimizer](net.groups_of(part, list(model.weights)))
+        if watches_steps(self.program, self.rank):
+            wrapped.register_step_post_hook(lambda *_: None)
         keywords = _keywords(part, model, self.groups)
         if group is not None and part.levels == "none":
             keywords["dp_process_group"] = group
@@ -342,7 +355,11 @@ class Rank:
 
     @torch.no_grad()
     def write(self, entry: Entry) -> None:
-        self.nets[entry.call.of][entry.call.at].mul_(entry.call.amount)
+        p = self.nets[entry.call.of][entry.call.at]
+        if assigns_weights(self.program):
+            p.data = p.data * entry.call.amount
+        else:
+            p.mul_(entry.call.amount)
 
     def freeze(self, entry: Entry) -> None:
         call = entry.call
