@@ -110,9 +110,9 @@ def _retire(optimizer: ShardedOptimizer, name: str) -> None:
 
 
 def let_go(optimizer: ShardedOptimizer) -> None:
-    """Remove hooks and sharded gradients from the parameters of ``optimizer``, and finish gathers. Doesn't communicate.
+    """Remove an optimizer's hooks and sharded gradients from its parameters, and wait for gathers under way.
 
-    Unreduced gradients stay in ``p.grad`` unless the loss was scaled. Doesn't communicate: waits for gathers, and
+    Unreduced gradients stay in ``p.grad`` unless the loss was scaled. Starts no communication, and
     leaves reductions that are under way to travel.
     """
     for each in optimizer.sharded_groups:

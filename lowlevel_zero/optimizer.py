@@ -485,7 +485,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._stepper.step(float(scale) if on_host else scale, flag)
 
     def _catch_up(self, norm: GlobalNorm, last: GlobalNorm | None) -> None:
-        """After an error in a step, take part in what other ranks wait for; ``last``: the norm of the step before."""
+        """After an error in a step, run the step's collectives that this rank hasn't run yet. Communicates.
+
+        ``last``: the norm of the step before, if it is yet to be checked.
+        """
         since, refused = moment(), False
         try:
             if last is not None and last.catch_up():

@@ -286,7 +286,7 @@ def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split
 
 
 def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int, Costs]] = ()) -> list[int]:
-    """Return the owner of each item: the largest comes first, and each goes to the rank that has least.
+    """Deal items out to ranks, the costliest first, each to the rank with the least cost so far; return the owners.
 
     Each measure of an item counts as a share of that measure's sum over all items. The largest of an item's shares is
     its size, and the largest of a rank's shares is what the rank has. So every measure is level at once. With one

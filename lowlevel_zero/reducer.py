@@ -198,7 +198,7 @@ class Reducer:
             self.syncs.start_complete()
 
     def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
-        """Return whether the open sync takes a gradient; open the sync of a plain ``loss.backward()`` if none is open.
+        """Return whether a gradient is reduced now, by the open sync or by one that it opens, or waits in ``p.grad``.
 
         A frozen one goes; in a sync of everything its bucket sees to that. ``earlier``: ``p.grad`` had another before.
         """
@@ -364,7 +364,7 @@ class Reducer:
                 self._assign(assigned)
 
     def _assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
-        """Copy gradients that callers assigned to slices into the sums, if some rank has a gradient."""
+        """Copy the gradients that callers have assigned to ``p32.grad`` into the sums; raise where there is no sum."""
         for record in assigned:
             if not record.worked:
                 error = ValueError(

@@ -293,7 +293,7 @@ class Stepper:
     def assign_gradients(
         self, bucket: Bucket, factor: float | Tensor, by_optimizer: bool, keeps_sums: bool = False
     ) -> None:
-        """Set each ``p32.grad`` to its slice, times ``factor`` unless ``by_optimizer``. Doesn't communicate.
+        """Assign to each ``p32.grad`` its slice of the bucket's sum, times ``factor``. Doesn't communicate.
 
         Args:
             bucket: a bucket with complete sums.

@@ -98,9 +98,9 @@ def completed(came: Sequence[int], count: int) -> list[int]:
 
 
 def narrowed(plan: BucketPlan, used: Sequence[int], alignments: Sequence[Alignment]) -> BucketPlan:
-    """Return ``plan`` without the parameters whose entry in ``used`` is 0, and without buckets that become empty.
+    """Return ``plan`` without the parameters that no rank uses, which have 0 in ``used``.
 
-    Buckets that hold no other go.
+    Buckets that become empty are left out.
     """
     buckets: list[PlannedBucket] = []
     for bucket in plan.buckets:

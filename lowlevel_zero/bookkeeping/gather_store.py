@@ -136,7 +136,7 @@ class GatherStore:
         self._under_way: deque[Gather] = deque()
 
     def start_gather(self, records: Sequence[ShardedParameter]) -> None:
-        """Start gathering the stepped ``records``, all of one kind. Communicates, alike on every rank."""
+        """Start gathering stepped parameters, all of one device, dtype and owner. Communicates, alike on every rank."""
         # The write goes past p: without this, a backward through the old values would go unnoticed.
         _increment_version([record.p for record in records])
         for record in records:

@@ -73,7 +73,7 @@ class GradientStore:
         self._bucket_of.update(dict.fromkeys(bucket.planned.members, bucket))
 
     def _merge(self, bucket: Bucket, total: Tensor, before: Sequence[Bucket | None]) -> None:
-        """Add a bucket to the sums ``before``, member by member, since their members differ."""
+        """Add a reduced bucket to the sums in ``before``, parameter by parameter; keep the rest as a new bucket."""
         parts = dict(zip(bucket.planned.members, bucket.split(total), strict=True))
         for kept in before:
             if kept is not None:

@@ -91,7 +91,7 @@ def state_dict_for(model: nn.Module, state_dict: Mapping[str, T]) -> dict[str, T
 
 
 def matched(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
-    """Map each ``saved`` name, which may contain wrappers' attributes, to the name among ``own`` that it means.
+    """Map each ``saved`` name to the same name in ``own``, without what DDP, FSDP and torch.compile add to names.
 
     What stands for none of them keeps its name, but for attributes that nothing but a wrapper has.
     """

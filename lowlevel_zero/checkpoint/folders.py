@@ -60,7 +60,7 @@ class Found(NamedTuple):
 
 
 def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
-    """Return the newest whole checkpoint in ``directory``, or ``directory`` itself if it is one; None: there is none.
+    """Return the complete checkpoint in ``directory`` that was saved last, or ``directory`` if it is one, or None.
 
     Looks at manifests and file sizes alone, and not at symbolic links. Warns of a newer one that is damaged.
 

@@ -149,7 +149,7 @@ def unpacked(data: bytes | memoryview) -> Any:
 
 
 def read_data(path: Path) -> Any:
-    """Read a file that holds ``packed`` data, and return the value.
+    """Read a pickle that may hold data alone, no code or classes, and return its value.
 
     Raises:
         ValueError: the file is damaged, or more than data.

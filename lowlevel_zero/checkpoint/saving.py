@@ -216,7 +216,7 @@ def _write(writer: CheckpointWriter, keep: int | None, run: Run) -> Path:
 
 
 def finish_last(group: ShardGroup) -> None:
-    """Wait for this group's asynchronous save, and raise its failure unless somebody knows it. Doesn't communicate."""
+    """Wait for this group's asynchronous save, and raise its error if nobody has been told of it yet."""
     last = context_of(group.group).writing
     if last is not None:
         known = isinstance(last, Saving) and last.told
@@ -308,7 +308,7 @@ def _layout_options(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
 
 
 def _manifest(contents: Contents, run: Run) -> Manifest:
-    """Return the manifest without its files, which are added when all of them are written."""
+    """Return the manifest of a checkpoint to be written, yet without its files' sizes and checksums."""
     return Manifest(
         version=__version__,
         torch=torch.__version__,

@@ -214,7 +214,7 @@ class ShardedState:
         return found
 
     def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return boxes to load into, for this rank's slices of a parameter's ``saved`` states and its master.
+        """Return tensors that a checkpoint can be read into, for this rank's slices of a parameter's ``saved`` states.
 
         It is the memory of the states that ``load`` has replaced, where those are of the same kind.
         """

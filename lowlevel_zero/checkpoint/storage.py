@@ -94,7 +94,7 @@ class CheckpointWriter:
         return self._path
 
     def write_share(self, claimed: list[IO[bytes]]) -> dict[str, FileSum]:
-        """Write this rank's files, and return their checksums; ``claimed`` gets this rank's hold on the folder."""
+        """Lock the folder, write this rank's files, and return their checksums; the lock is added to ``claimed``."""
         name, files = TENSORS.format(self._rank), self._share.files.items()
         claimed.append(claim(self._written, name))
         if self._rank == 0:

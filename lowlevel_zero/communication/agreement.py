@@ -247,7 +247,7 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
 
 
 def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], alike: Alike) -> str:
-    """Return the message for the first line in which one of ``ranks`` differs from the first, with their values."""
+    """Return an error message about the first line that isn't the same on all ``ranks``, with each rank's line."""
     for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
         differ = [place for place, got in enumerate(others, 1) if got != expected]
         if differ:

@@ -100,7 +100,7 @@ class Fp8(Backend):
         return self._way.sum(value)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start filling ``rows``, of this rank too, so that all ranks end with the same numbers."""
+        """Start gathering all ranks' rows in fp8 into ``rows``; this rank's own row is rounded alike. Communicates."""
         packed = rows[0].new_empty(1, row)
         numel = sum(map(Tensor.numel, own))
         lay_end_to_end(packed[0, :numel], own)

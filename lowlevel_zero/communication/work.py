@@ -124,7 +124,7 @@ class OnThread:
 
 
 def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-    """Start a second collective with the first one's result: once more where that fails, since other ranks wait."""
+    """Wait for ``first``, and start a second collective with its result; try twice, since other ranks wait for it."""
     result = first.wait()
     try:
         return start(result)

@@ -172,7 +172,7 @@ def _check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) ->
 
 
 def _check_steps_on_host(optimizer: Optimizer) -> None:
-    """Raise ``ValueError`` for ``capturable`` and for settings that are tensors on a device."""
+    """Raise ``ValueError`` if an optimizer that is to step on the host has ``capturable``, or settings on a device."""
     for at, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
             raise ValueError(

@@ -52,7 +52,7 @@ class Guard:
         self.edited: list[ShardedParameter] = []
 
     def enter(self, call: str, updates: bool = True, wakes: bool = True) -> None:
-        """Raise ``RuntimeError`` for a ``call`` in a backward or in a fork of this process.
+        """Raise ``RuntimeError`` where ``call`` can't be made: within a backward, or in a fork of this process.
 
         A call that ``updates`` tensors on the device is also refused in inference mode and in a graph's capture. One
         that ``wakes`` brings back what sleeps on the host.

@@ -54,7 +54,7 @@ class Untrained:
         self._told: set[str] = set()
 
     def look(self, steps: int, lacked: bool) -> None:
-        """Check after ``steps`` steps, if a check is due, and warn of untrained parameters. Doesn't communicate."""
+        """Now and then, warn of the model's parameters that have got a gradient but belong to no optimizer."""
         due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
         self._lacked = lacked
         if not due or self._model is None:

@@ -66,7 +66,7 @@ def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) ->
 
 
 def _covering_group(pg_to_param_list: Mapping[Any, Any], optimizer: Optimizer) -> Any:
-    """Return the group that contains all others, if all trained parameters are listed; else None."""
+    """Return the group whose ranks include all other groups', or None; None too if some parameter isn't listed."""
     lists = [members for members in pg_to_param_list.values() if isinstance(members, (list, tuple))]
     listed = {p for members in lists for p in members if isinstance(p, Tensor)}
     if any(p.requires_grad and p not in listed for group in optimizer.param_groups for p in group["params"]):

@@ -64,7 +64,7 @@ class Calls:
             each.reducer.finish(call._replace(written=()))
 
     def agree(self, call: Call, act: Callable[[ShardedGroup, Call], object]) -> None:
-        """Have the ranks agree on ``call`` in each shard group by ``act``; if one rank raises, all do. Communicates.
+        """Run ``act``, which agrees on ``call``, for each shard group; if one rank raises, all do. Communicates.
 
         The ranks of experts may disagree among themselves alone, so where there are several shard groups, all ranks
         agree once more. The current stream then waits for all sums. Communicates.

@@ -236,7 +236,7 @@ def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) -> Any:
-    """Change an operator's targets among the gradients by one call for each optimizer. Communicates."""
+    """Apply ``change`` to the gradients that an operator writes to, once for each optimizer. Communicates."""
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     sharded = [each for each in targets if is_sharded(each)]
     if len(sharded) < len(targets):

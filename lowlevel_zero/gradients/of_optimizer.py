@@ -121,7 +121,7 @@ class OptimizerGradients:
             return None if whole is None else whole.to(record.p.dtype)
 
     def own(self, record: ShardedParameter) -> Tensor:
-        """Finish reductions, and return a copy of this rank's slice, ``[s]``, averaged and unscaled, or zeros."""
+        """Return a copy of this rank's slice, ``[s]``, of the averaged gradient, or zeros. It is reduced first."""
         for each, _ in self._complete([record]):
             own = each.gradients.averaged(record)
             if own is not None:
@@ -130,7 +130,7 @@ class OptimizerGradients:
 
     @torch.no_grad()
     def gathered(self, record: ShardedParameter, own: Tensor) -> Tensor:
-        """Gather the slices that each rank kept, and return the whole tensor. Communicates: every rank calls it."""
+        """Gather ``own``, each rank's slice of a detached gradient, and return the whole one. Every rank calls it."""
         doing = f"read a detached p.grad of {record.common_name}"
         self._calls.enter(doing)
         self._calls.finish_syncs(doing)

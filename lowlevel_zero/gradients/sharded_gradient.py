@@ -221,7 +221,7 @@ class ShardedGradient(Handle):
         return record.flat_slice(tensor)[: stop - start] if self.is_of_slice else record.flatten(tensor)[start:stop]
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Finish reductions, and write to this rank's slice the elements in which ``after`` differs from ``before``."""
+        """Write the elements in which ``after`` differs from ``before`` to this rank's slice of the reduced sum."""
         record, gradients = self.held()
         if after.shape != before.shape:
             raise refusals.SHAPE(self.name_of_parameter, tuple(before.shape), tuple(after.shape))

@@ -57,7 +57,10 @@ class Asleep:
         return moved
 
     def wake(self) -> None:
-        """Move the tensors in use back to their devices; the host doesn't wait. After a failure, call it again."""
+        """Copy offloaded tensors that are still referenced back to their devices; the host doesn't wait.
+
+        After a failure it may be called again.
+        """
         with torch.inference_mode(False), torch.no_grad(), self._streams.home():
             while self._moved:
                 device, members = self._moved[-1]
@@ -70,7 +73,7 @@ class Asleep:
 def movable(
     kinds: Collection[str], optim: Optimizer, records: Sequence[ShardedParameter], groups: Sequence[ShardedGroup]
 ) -> list[Tensor]:
-    """Return the tensors of some ``kinds`` that may leave the parameters' devices, and don't share their memory.
+    """Return the masters, states and gradients, as ``kinds`` names them, that offloading frees device memory of.
 
     Some optimizers count their steps on the host, and states that are offloaded are there already.
     """

@@ -23,7 +23,7 @@ def switch(
     back: str,
     again: bool,
 ) -> None:
-    """Call the wrapped optimizer's ``train`` or ``eval``, and gather its slices. Communicates unless nothing changed.
+    """Call the wrapped optimizer's ``train`` or ``eval``, which writes its slices, and gather these. Communicates.
 
     All ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to this mode
     before and the call changes no slice and no setting: trainers switch in every step.

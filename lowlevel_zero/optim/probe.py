@@ -141,7 +141,7 @@ def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float |
 
 
 def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool) -> str | None:
-    """Step parameters together, and split over two simulated owners, and describe a difference, or None.
+    """Step parameters by one optimizer, and each half of them by one of two, and describe a difference, or None.
 
     There are two of each number of dimensions. With ``drops`` a rank's parameters have no gradients in one step.
     """

@@ -46,7 +46,7 @@ def _smallest(optimizer: Any) -> int:
 
 
 def block_size(optimizer: Any) -> int:
-    """Return the number of elements that share a scale; 1 if states aren't quantised, or in an unknown way."""
+    """Return how many elements of an optimizer's quantised states share a scale; 1 if none are known to do."""
     if _is_torchao(optimizer):
         size: int = optimizer.block_size
         return size

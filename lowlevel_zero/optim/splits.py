@@ -185,7 +185,7 @@ def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) ->
 
 
 def _listed_by_methods(optimizer: Optimizer) -> _Listed | None:
-    """Return why a class can't be sharded that needs a closure, or keeps states where state dicts don't look."""
+    """Return why a class that needs a closure, or whose states are another optimizer's, can't be sharded, or None."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         reason = "its step needs a closure, which may run backwards whose gradients aren't summed over the ranks"

@@ -156,7 +156,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def load_unsharded_model(
         self, model: BoostedModel, checkpoint: str, strict: bool = True, *more: Any, **options: Any
     ) -> None:
-        """Check and load a model from one file; ``load_model`` calls it on every rank."""
+        """Load a model from one file, once its names and shapes are found to match. Doesn't communicate."""
         check_is_file(checkpoint)
         check_same_model(model, shapes_in(checkpoint), checkpoint, strict)
         super().load_unsharded_model(model, checkpoint, strict, *more, **options)

@@ -49,7 +49,7 @@ def check_folder_target(path: str, index_name: str) -> None:
 
 @contextmanager
 def file_beside(path: str | Path) -> Iterator[str]:
-    """Yield a path to write to instead of ``path``; at the end its file, which is on the disk, replaces ``path``.
+    """Yield a path to write to in place of ``path``; at the end flush that file to disk, and rename it to ``path``.
 
     A save that breaks off leaves one file, which the next one replaces. For one process.
     """

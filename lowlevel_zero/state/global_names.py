@@ -103,7 +103,7 @@ def of_all_ranks(
 
 
 def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) -> None:
-    """Raise ``ValueError`` if a name is shared by more, or fewer, groups' experts than when they were saved."""
+    """Raise ``ValueError`` if as many experts no longer have the same name as when they were saved."""
     here, there = (Counter(expert.name for expert in experts.values()) for experts in (ours, saved))
     for name in dict.fromkeys((*here, *there)):
         expected, got = max(here[name], 1), max(there[name], 1)

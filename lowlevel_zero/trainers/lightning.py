@@ -125,7 +125,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file by rank 0, or a folder by all ranks. Every rank calls it.
+        """Save a checkpoint: with ``sharded_checkpoint`` a folder, to which all ranks write, else a file of rank 0.
 
         A folder is written beside a former one of its name, as of the last epoch, and replaces it when it is whole.
         """

@@ -166,7 +166,7 @@ class _Message(NamedTuple):
 
 
 def _work(works: list[_Message], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
-    """Return a work that waits for all messages in ``works`` and then returns ``make()``."""
+    """Return a work that waits for all messages in ``works``, then returns ``make()``; it keeps ``tensors`` alive."""
 
     def finish() -> T:
         for work in works:
