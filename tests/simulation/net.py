@@ -94,12 +94,12 @@ class Weights(nn.Module):
 def initial_values(part: Part, seed: int) -> list[nn.Parameter]:
     """The parameters of a new model of a part."""
     generator = torch.Generator().manual_seed(seed)
-    return [_made(weight, generator) for weight in part.weights]
+    return [_made(weight, generator, part.nudge) for weight in part.weights]
 
 
-def _made(weight: Weight, generator: torch.Generator) -> nn.Parameter:
+def _made(weight: Weight, generator: torch.Generator, nudge: float) -> nn.Parameter:
     shape = weight.shape[::-1] if weight.transposed else weight.shape
-    values = torch.randn(shape, generator=generator).to(dtype_of(weight))
+    values = ((1 + nudge) * torch.randn(shape, generator=generator)).to(dtype_of(weight))
     flipped = values.permute(tuple(reversed(range(values.dim())))) if weight.transposed else values
     return nn.Parameter(flipped, requires_grad=weight.role == "trained")
 

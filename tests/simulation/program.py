@@ -9,6 +9,7 @@ from tests.simulation.outcome import Carrier, Fault
 
 NOTHING = -1  # in place of dropped layers: the loss touches no parameter
 ALL = 0
+NUDGE = 2.0**-23  # a rounding of fp32
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Part:
         options: keywords of ``LowLevelZeroOptimizer``, sorted by name.
         levels: "none", or two levels of two ranks each: "both" share a parameter, or the "inner" ones do.
         recomputed: layers are run again in the backward, by backwards nested in it.
+        nudge: by how large a part of themselves initial weights are larger than they would be.
     """
 
     weights: tuple[Weight, ...] = (Weight(),)
@@ -50,6 +52,7 @@ class Part:
     options: tuple[tuple[str, Any], ...] = ()
     levels: str = "none"
     recomputed: bool = False
+    nudge: float = 0.0
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -149,10 +152,14 @@ class Program:
         return self.fault is not None and self.fault.kind == "raise"
 
     def in_fp32(self) -> Program | None:
-        """The same program with nothing rounded to bf16; None: nothing is, or fp16's loss scale belongs to it."""
+        """The same program with nothing rounded to bf16; None: fp16's loss scale belongs to it."""
         parts = tuple(part.in_fp32() for part in self.parts)
         is_fp16 = any(weight.dtype == "float16" for part in parts for weight in part.weights)
-        return None if is_fp16 or parts == self.parts else replace(self, parts=parts)
+        return None if is_fp16 else replace(self, parts=parts)
+
+    def nudged(self) -> Program:
+        """The same program, whose weights begin a rounding away."""
+        return replace(self, parts=tuple(replace(part, nudge=NUDGE) for part in self.parts))
 
     def with_rows(self, rows: list[Row]) -> Program:
         return replace(self, rows=tuple(rows))

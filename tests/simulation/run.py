@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
-from tests.simulation.judge import Failure, Judge
+from tests.simulation.judge import Failure, Judge, largest
 from tests.simulation.judge_errors import judge_raised, judge_told
 from tests.simulation.log import Log
 from tests.simulation.net import Batches
@@ -66,15 +66,7 @@ def quiet() -> Iterator[None]:
 def run(program: Program, count: bool = False) -> Verdict:
     """Run a program; ``count``: operations are counted, in which faults may be."""
     batches = Batches(program)
-    with quiet(), _folder(program) as folder:
-        outcome = simulate(
-            lambda rank: play(program, rank, batches, folder),
-            program.ranks,
-            program.schedule,
-            program.carrier,
-            program.fault,
-            count=count,
-        )
+    outcome = _played(program, batches, count)
     try:
         return Verdict(program, outcome, None, _judge(program, outcome, batches))
     except Failure as failure:
@@ -95,12 +87,15 @@ def told(seed: int, verdict: Verdict, options: str = "") -> str:
 
 
 def _has_grown(program: Program, outcome: Outcome[Log], batches: Batches) -> bool:
-    """Whether numbers are wrong by the rounding to bf16 alone, which some programs make larger with each step.
+    """Whether numbers are wrong by roundings alone, which some programs make larger with each step.
 
-    The same program is right in fp32 then, and off by less than half of a number: a gradient that is missing, or comes
-    twice, is off by more.
+    Of rounding to bf16, the same program is right in fp32 then, and off by less than half of a number: a gradient that
+    is missing, or comes twice, is off by more. In fp32, the numbers change by as much where weights begin a rounding
+    away.
     """
     exact = program.in_fp32()
+    if exact == program:
+        return _is_chaotic(program, outcome)
     if exact is None or run(exact).failure is not None:
         return False
     try:
@@ -108,6 +103,31 @@ def _has_grown(program: Program, outcome: Outcome[Log], batches: Batches) -> boo
     except Failure:
         return False
     return True
+
+
+def _is_chaotic(program: Program, outcome: Outcome[Log]) -> bool:
+    """Whether a rounding of the initial weights changes what the ranks end with by more than numbers may be off by."""
+    other = _played(program.nudged(), Batches(program), count=False)
+    if outcome.errors or other.errors or other.deadlock is not None:
+        return False
+    ends = [
+        (value, other.results[rank].parameters[key])
+        for rank, log in outcome.results.items()
+        for key, value in log.parameters.items()
+    ]
+    return any(bool((one - two).abs().max() > 1e-4 * largest(one) + 1e-5) for one, two in ends if one.numel())
+
+
+def _played(program: Program, batches: Batches, count: bool) -> Outcome[Log]:
+    with quiet(), _folder(program) as folder:
+        return simulate(
+            lambda rank: play(program, rank, batches, folder),
+            program.ranks,
+            program.schedule,
+            program.carrier,
+            program.fault,
+            count=count,
+        )
 
 
 def _folder(program: Program) -> AbstractContextManager[str]:
