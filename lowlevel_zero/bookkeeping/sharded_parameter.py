@@ -341,9 +341,12 @@ class ShardedParameter:
         return gradient if gradient is not self.shown else self.pending
 
     def drop_unreduced(self) -> None:
-        """Drop the gradient that a backward has just left."""
+        """Drop the gradient that a backward has just left.
+
+        Where it isn't in the sharded one, the caller has set that to None before, and will be found to have done so.
+        """
         if self.p.grad is not self.shown:
-            self.p.grad = self.shown
+            self.p.grad = None
         self.pending = None
         self.arrived = False
 

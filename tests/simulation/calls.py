@@ -73,6 +73,7 @@ CALLS: dict[str, Kind] = {
     **dict.fromkeys(SETTINGS, Kind()),
     "write weight": Kind(),
     "freeze": Kind(),
+    "freeze slice": Kind(),
     "last norm": Kind(),
     "repair": Kind(),
 }

@@ -81,7 +81,7 @@ APART = {
 
 
 # Calls that concern one weight.
-OF_A_WEIGHT = (*EDITS, "norm", "clone", "gradient", "grad = None", "write weight", "freeze", "raising")
+OF_A_WEIGHT = (*EDITS, "norm", "clone", "gradient", "grad = None", "write weight", "freeze", "freeze slice", "raising")
 
 
 def draw(seed: int, carrier: str | None = None) -> Program:
@@ -124,9 +124,10 @@ class Drawing:
         if self.chance(0.45) and not (experts and self.carrier == "nccl"):
             kind, rows = self.differing(rows)
         rows, fault = rows[:MOST_CALLS], self.fault()
+        freezes = _makes(rows, "freeze") or _makes(rows, "freeze slice")
         for name, one_program in (  # whose ranks all come to it
             ("add group", fault is None or fault.kind != "raise"),  # checkpoints are of the first groups
-            ("train anew", kind == "alike" and (fault is None or fault.kind == "wait") and not _makes(rows, "freeze")),
+            ("train anew", kind == "alike" and (fault is None or fault.kind == "wait") and not freezes),
         ):
             if not one_program:
                 rows = [row for row in rows if not _makes([row], name)]
@@ -299,6 +300,8 @@ class Drawing:
         return self.random.choices(names, [odds[name] for name in names])[0]
 
     def call(self, name: str, of: int) -> Call:
+        if name == "freeze" and self.mixes and self.chance(0.5):
+            name = "freeze slice"
         trained = self.parts[of].trained
         at = self.random.choice(trained) if name in OF_A_WEIGHT else 0
         return Call(name, of, 0, at, self.one_of(0.5, 0.25, 2.0))

@@ -274,7 +274,8 @@ class Rank:
         of = entry.call.of
         load_checkpoint(f"{self.folder}/start/{of}", self.nets[of], self.optimizers[of])
         for at in self.program.parts[of].trained:
-            self.nets[of][at].requires_grad_(True)
+            p = self.nets[of][at].requires_grad_(True)
+            self.optimizers[of].sharded_parameters[p].p32.requires_grad_(True)
 
     def together(self, entry: Entry) -> None:
         self.optimizers[entry.call.of].get_working_grads_by_group_id(0)
@@ -367,6 +368,12 @@ class Rank:
             p = self.nets[call.of][call.at]
             p.requires_grad_(not p.requires_grad)
 
+    def freeze_slice(self, entry: Entry) -> None:
+        call = entry.call
+        record = self.optimizers[call.of].sharded_parameters.find(self.nets[call.of][call.at])
+        if record is not None:
+            record.p32.requires_grad_(not record.p32.requires_grad)
+
     def last_norm(self, entry: Entry) -> None:
         norm = self.optimizers[entry.call.of].get_grad_norm()
         entry.told = None if norm is None else torch.tensor(norm)
@@ -438,6 +445,7 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     **dict.fromkeys(SETTINGS, Rank.set),
     "write weight": Rank.write,
     "freeze": Rank.freeze,
+    "freeze slice": Rank.freeze_slice,
     "last norm": Rank.last_norm,
     "repair": Rank.repair,
 }

@@ -64,6 +64,7 @@ class PartReference:
         self.norm: Tensor | None = None
         self.base: dict[Key, Tensor] = {}
         self.frozen: list[set[Key]] = [set() for _ in range(self.ranks)]
+        self.frozen_slices: list[set[Key]] = [set() for _ in range(self.ranks)]  # whose gradients are dropped
         groups = net.groups_of(self.part, list(range(len(self.part.weights))))
         self.optimizer = net.OPTIMIZERS[self.part.optimizer]([self._of_masters(group) for group in groups])
         # By rank, what it has multiplied the settings of all groups with, by name.
@@ -103,7 +104,11 @@ class PartReference:
     def touches(self, rank: int, uses: Iterable[Use]) -> bool:
         """Whether one of the weights takes a gradient on this rank."""
         keys = {self.key(use.weight, rank) for use in uses}
-        return any(self.weights[key].requires_grad and key not in self.frozen[rank] for key in keys)
+        return any(self.takes(key, rank) for key in keys)
+
+    def takes(self, key: Key, rank: int) -> bool:
+        """Whether a weight takes gradients on this rank."""
+        return self.weights[key].requires_grad and key not in self.frozen[rank] | self.frozen_slices[rank]
 
     # ---- gradients ----
 
@@ -128,7 +133,7 @@ class PartReference:
         local = self.local[rank]
         for at, gradient in gradients:
             key = self.key(at, rank)
-            if self.weights[key].requires_grad and key not in self.frozen[rank] and gradient.numel():
+            if self.takes(key, rank) and gradient.numel():
                 local[key] = local[key] + gradient if key in local else gradient
         if way != "local":
             self.ways[rank].append(way)

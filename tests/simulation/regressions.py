@@ -134,6 +134,9 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(),), ((0,),)),
         Part((Weight(), Weight()), ((0,),)),
     ),
+    "a gradient is cleared before a slice is frozen, whose next gradient goes as it comes": _program(
+        _both(BACKWARD, Call("freeze slice"), Call("model.zero_grad"), Call("plain"), STEP)
+    ),
     "all ranks write a weight, and one of them writes it again": _program(
         [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
     ),
