@@ -13,13 +13,14 @@ of starting. Every rank runs the same syncs in the same order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
-from .bucket_plan import LearntPlan
+from .bucket_plan import BucketPlan, LearntPlan
 from .bucket_store import BucketStore
 from .gradient_store import GradientStore
 from .step_state import Phase, StepState
@@ -91,11 +92,15 @@ class GradientSyncs:
             return
         if self.buckets.in_flight:
             self._finish_some(leave=0)
-        self.buckets.open_sync(self._plan.whole if reached is None else None, reached)
+        self._open(self._plan.whole if reached is None else None, reached)
         if reached is not None:
             self._announced = self._unused.announce_sync(reached.union(self._gradients.leftovers()))
         elif self._unused.detecting:
             self._unread.append(self._unused.announce_sync(None))
+
+    def _open(self, plan: BucketPlan | None, expected: Collection[int] | None) -> None:
+        self._group.context.begun += 1
+        self.buckets.open_sync(plan, expected)
 
     def start_complete(self) -> None:
         """Start the open sync's complete buckets, once their plan is known. Communicates."""
@@ -112,6 +117,7 @@ class GradientSyncs:
         announced = self._announced
         if announced is not None and not self._comes(announced):
             self._announced = None
+            self._group.context.begun -= 1
             self.put_off.append(announced)
             self.buckets.close()
             self._gradients.put_back()
@@ -162,7 +168,7 @@ class GradientSyncs:
 
     def _join(self, used: bytes | None) -> None:
         """Run a sync with this rank's leftovers or zeros, of the parameters ``used``; None: of all. Communicates."""
-        self.buckets.open_sync(self._plan.whole if used is None else self._plan.of(used), ())
+        self._open(self._plan.whole if used is None else self._plan.of(used), ())
         self.close()
 
     # ---- reductions end, in the order of starting ----

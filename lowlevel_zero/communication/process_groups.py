@@ -57,7 +57,7 @@ class GroupContext:
         pool: shared memory of all ranks; or the reason why there is none; None: not opened yet.
         shard_groups: numbers the shard groups that are made of it, alike on all ranks.
         processes: in the default group's context, the processes of ranks by global rank.
-        reductions: the number of reductions that were begun over it.
+        begun: the number of reductions, and of gradient syncs, that were begun over it.
         is_shared: several optimizers have reduced gradients over it; alike on all ranks.
         is_alive: the process group hasn't been destroyed.
         lost: the message that tells how a rank was lost, or waited for in vain; empty: none was.
@@ -72,7 +72,7 @@ class GroupContext:
         self.agreements: HostBackend | None = None
         self.pool: Memory | str | None = None
         self.shard_groups = count(1)
-        self.reductions = 0
+        self.begun = 0
         self.is_shared = False
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None

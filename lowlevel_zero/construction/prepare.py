@@ -153,7 +153,7 @@ def add_group(
 def _agree_on_reductions(group: ShardGroup, device: torch.device) -> None:
     """Raise on all ranks if only some have begun reductions on a device. Communicates."""
     if group.has_others and not group.on_gloo(device):
-        agree(group, [f"{group.context.reductions} reductions begun"], None, CONSTRUCT, _BACKWARDS)
+        agree(group, [f"{group.context.begun} reductions and gradient syncs begun"], None, CONSTRUCT, _BACKWARDS)
 
 
 def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:

@@ -135,7 +135,19 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(), Weight()), ((0,),)),
     ),
     "a gradient is cleared before a slice is frozen, whose next gradient goes as it comes": _program(
-        _both(BACKWARD, Call("freeze slice"), Call("model.zero_grad"), Call("plain"), STEP)
+        _both(BACKWARD, Call("model.zero_grad"), Call("freeze slice", at=1), Call("plain in no_sync"), STEP),
+        Part((Weight(), Weight()), ((1,),)),
+    ),
+    "a rank has an open sync of one gradient before another optimizer, and the other rank has none": replace(
+        _program(
+            [
+                *_both(BACKWARD, STEP),
+                (Call("plain", drops=NOTHING), Call("plain")),
+                *_both(Call("construct"), BACKWARD),
+            ],
+            Part((Weight(), Weight()), ((1,),), recomputed=True),
+        ),
+        carrier="nccl",
     ),
     "all ranks write a weight, and one of them writes it again": _program(
         [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
