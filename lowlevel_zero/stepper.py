@@ -312,7 +312,10 @@ class Stepper:
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
         exact = isinstance(factor, float) and factor == 1.0
         if not (by_optimizer or exact):
-            row.mul_(factor)
+            if is_fused(self._optim):  # in the kernel's arithmetic: a replica's rank may have no hooks
+                row.div_(_inverse(factor, row.device))
+            else:
+                row.mul_(factor)
         shaped = bucket.records[0].split.owner is not None
         for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
             if record.worked:
@@ -346,16 +349,20 @@ class Stepper:
 @contextmanager
 def _scaling(optim: Any, factor: float | Tensor, overflow: Tensor | None, device: torch.device) -> Iterator[None]:
     """Set the scale and the skip flag of a fused ``optim`` for the time of the body, as ``GradScaler`` does."""
-    inverse = 1.0 / factor
-    if isinstance(inverse, Tensor):
-        optim.grad_scale = inverse.to(device, torch.float32)
-    else:  # made on the device: copying the host's number would wait for the device
-        optim.grad_scale = torch.full((), inverse, dtype=torch.float32, device=device)
+    optim.grad_scale = _inverse(factor, device)
     optim.found_inf = None if overflow is None else overflow.float()
     try:
         yield
     finally:
         del optim.grad_scale, optim.found_inf
+
+
+def _inverse(factor: float | Tensor, device: torch.device) -> Tensor:
+    """Return ``1 / factor``, by which fused kernels divide gradients: 0-d, fp32, on ``device``."""
+    inverse = 1.0 / factor
+    if isinstance(inverse, Tensor):
+        return inverse.to(device, torch.float32)
+    return torch.full((), inverse, dtype=torch.float32, device=device)  # copying the host's would wait for the device
 
 
 @contextmanager

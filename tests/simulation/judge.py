@@ -487,9 +487,13 @@ class Judge:
         expected = replicas if part.part.by_parameters else len(sharers)
         if len(owners) != expected:
             raise Failure("wrong numbers", f"model {number}, w{key[0]}: expected {expected} owners, found {owners}")
+        first: dict[int, dict[str, Tensor]] = {}  # by where a slice starts, that of its first owner
         for rank in owners if master.numel() else ():
             log = self.logs[rank]
             slices, start = log.slices[number, key[0]], log.starts[number, key[0]]
+            for name, value in first.setdefault(start, slices).items():
+                if not _same_bits(value, slices[name]):
+                    raise Failure("ranks differ", f"model {number}, {name} of w{key[0]}: rank {rank} and its replica's")
             for name, value in whole.items():
                 what = f"rank {rank}, model {number}, {name} of w{key[0]}"
                 if name not in slices:

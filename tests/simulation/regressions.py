@@ -149,6 +149,14 @@ REGRESSIONS: dict[str, Program] = {
         ),
         carrier="nccl",
     ),
+    "a rank's steps are watched by a hook, and its replica's are not": replace(
+        _program(
+            _both(*3 * (BACKWARD, STEP, ZERO), BACKWARD, ranks=4),
+            Part((Weight((16,)), Weight((7,))), ((0,), (0, 1)), "fused adamw", 1, (("clip_grad_norm", 0.5),), "inner"),
+            ranks=4,
+        ),
+        schedule=6,
+    ),
     "all ranks write a weight, and one of them writes it again": _program(
         [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
     ),
