@@ -320,7 +320,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         by_itself: bool = False,
     ) -> Iterator[Tensor]:
         """Open and close a backward's sync; ranks agree first if optimizers share an order. Communicates."""
-        self._guard.enter("backward")
+        self._guard.enter("backward", wakes=False)
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
@@ -330,6 +330,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         failed, self.step_state.failure.deferred = True, None
         StepState.in_backward.append(self.step_state)
         try:
+            self.step_state.wake_up()
             with ExitStack() as begins:
                 for each in reversed(self.sharded_groups):
                     begins.callback(each.reducer.begin, loss, inputs, by_itself)

@@ -68,7 +68,7 @@ def _judge_steps(rank: int, log: Log) -> None:
         call, error = entry.call, entry.error
         if call.name in BACKWARDS and error is not None and error.type == InjectedFault.__name__:
             lost.add(call.of)
-        elif call.name == "zero_grad" and error is None:
+        elif call.name in ("zero_grad", "zero_grad to zeros") and error is None:
             lost.discard(call.of)
         elif call.name in ("step", "closure", "synchronize") and error is None and call.of in lost:
             raise Failure("stepped", f"rank {rank} at {entry.place}: gradients were lost before")

@@ -52,6 +52,10 @@ FAILING: dict[str, tuple[Program, str]] = {
     ),
     "verifies": (_failing("backward", "verify", "step", part=replace(WHOLE, options=())), "sum_rows"),
     "gathers what is verified": (_failing("backward", "step", "verify", part=OVERLAPS), "unpack_theirs"),
+    "brings back what sleeps, in a backward whose exception its caller ignores": (
+        replace(_failing("backward", "sleep", "backward", "step", carrier="nccl"), schedule=1),
+        "_move",
+    ),
     "sums within a group, then across": (_failing("backward", "step", ranks=4, part=Part(levels="inner")), "sum_rows"),
 }
 
