@@ -290,7 +290,8 @@ class Judge:
         """Whether ranks have fewer gradients than others, and lose what they have by norms of too few."""
         part = self.parts[here[0].call.of]
         late = [rank for rank in raised if "norms of p.grad after the same backwards" in str(here[rank].error)]
-        if not late or (part.aligned and not any(part.local) and not any(part.dropped_apart())):
+        goes_on = part.part.recomputed and any("plain" in ways for ways in part.ways)  # a backward, until the next call
+        if not late or (part.aligned and not any(part.local) and not any(part.dropped_apart()) and not goes_on):
             return False
         part.finish()
         for rank in here:
