@@ -255,10 +255,12 @@ class Stepper:
         self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool
     ) -> None:
         """Assign gradients, step and gather part after part; unless ``in_parts``, step all at once. Communicates."""
-        # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it.
-        by_optimizer = in_parts and is_fused(self._optim)
+        # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it,
+        # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients.)
+        fused = in_parts and is_fused(self._optim)
+        by_optimizer = fused and all(each.records[0].p32.dtype.itemsize > 2 for part in parts for each in part.buckets)
         device = parts[0].records[0].p32.device
-        with _scaling(self._optim, factor, overflow, device) if by_optimizer else nullcontext():
+        with _scaling(self._optim, factor if by_optimizer else 1.0, overflow, device) if fused else nullcontext():
             for part in parts:
                 for bucket in part.buckets:
                     self.assign_gradients(bucket, factor, by_optimizer, overflow is not None)

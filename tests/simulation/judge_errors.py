@@ -42,7 +42,7 @@ def judge_raised(program: Program, outcome: Outcome[Log], batches: Batches) -> N
     """
     assert program.fault is not None
     rank = program.fault.rank
-    judge_told(outcome, rf"|{InjectedFault.__name__}|\brank {rank}\b")
+    judge_told(outcome, rf"|{InjectedFault.__name__}|\brank {rank + program.offset}\b")
     if outcome.errors:  # it had to end its process, or couldn't construct its optimizers
         if str(outcome.failed).startswith(PROBES) and all(map(_tells_split, outcome.errors.values())):
             return

@@ -11,10 +11,10 @@ arguments give the same ``Outcome.trace``, in any process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeAlias, TypeVar
 
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 
 # What carries buffers: gloo's messages by tag; memory that all ranks share; NCCL's collectives in issue order.
 Carrier: TypeAlias = Literal["messages", "memory", "nccl"]
@@ -111,3 +111,21 @@ class Outcome(Generic[T]):
     steps_of: dict[int, int] = field(default_factory=dict)
     tracebacks: dict[int, str] = field(default_factory=dict)
     left: Left = field(default_factory=Left)
+
+    def without_first(self, ranks: int) -> Outcome[T]:
+        """The same without the first ``ranks``: the next one is rank 0."""
+
+        def others(by_rank: dict[int, S]) -> dict[int, S]:
+            return {rank - ranks: value for rank, value in by_rank.items() if rank >= ranks}
+
+        return replace(
+            self,
+            results=others(self.results),
+            errors=others(self.errors),
+            deadlock=self.deadlock and others(self.deadlock),
+            operations=others(self.operations),
+            places=others(self.places),
+            messages=others(self.messages),
+            steps_of=others(self.steps_of),
+            tracebacks=others(self.tracebacks),
+        )

@@ -157,6 +157,12 @@ class Program:
         is_fp16 = any(weight.dtype == "float16" for part in parts for weight in part.weights)
         return None if is_fp16 else replace(self, parts=parts)
 
+    @property
+    def offset(self) -> int:
+        """How many ranks of the default group come before those that train, and do nothing."""
+        several = any(part.levels != "none" or any(weight.expert for weight in part.weights) for part in self.parts)
+        return int(self.schedule % 13 == 12 and not several and not self.aside)
+
     def nudged(self) -> Program:
         """The same program, whose weights begin a rounding away."""
         return replace(self, parts=tuple(replace(part, nudge=NUDGE) for part in self.parts))

@@ -466,12 +466,19 @@ def _package(error: BaseException) -> Iterator[str]:
 def _groups(program: Program, rank: int) -> dict[str, Any]:
     """Process groups of some ranks, where a part asks for them; every rank makes all of them."""
     made: dict[str, Any] = {}
+    if program.offset:
+        made["trains"] = training_group(program)
     if any(weight.expert for part in program.parts for weight in part.weights):
         made["twins"] = _mine([range(at, program.ranks, 2) for at in range(2)], rank)
     if any(part.levels != "none" for part in program.parts):
         made["inner"] = _mine([range(2), range(2, 4)], rank)
         made["outer"] = _mine([range(0, 4, 2), range(1, 4, 2)], rank)
     return made
+
+
+def training_group(program: Program) -> Any:
+    """A group of all ranks but the first ones, which do nothing else than to make it, too."""
+    return dist.new_group(list(range(program.offset, program.offset + program.ranks)))
 
 
 def _mine(all_ranks: list[range], rank: int) -> Any:
@@ -486,6 +493,8 @@ def _keywords(part: Part, model: Net, groups: dict[str, Any]) -> dict[str, Any]:
     if part.levels != "none":
         keywords["dp_process_group"] = (groups["outer"], groups["inner"])
         keywords["hybrid_shard"] = part.levels == "inner"
+    if "trains" in groups:
+        keywords["dp_process_group"] = groups["trains"]
     experts = [p for p, weight in zip(model.weights, part.weights, strict=True) if weight.expert]
     if experts:
         keywords["pg_to_param_list"] = {groups["twins"]: experts}

@@ -149,6 +149,21 @@ REGRESSIONS: dict[str, Program] = {
         ),
         carrier="nccl",
     ),
+    "a rank's steps are watched by a hook, and its replica's are not, of 16-bit masters": replace(
+        _program(
+            _both(*3 * (BACKWARD, STEP, ZERO), BACKWARD, ranks=4),
+            Part(
+                (Weight((16,), "bfloat16"), Weight((7,))),
+                ((0,), (0, 1)),
+                "fused adamw",
+                1,
+                (("clip_grad_norm", 0.5), ("master_weights", False)),
+                "inner",
+            ),
+            ranks=4,
+        ),
+        schedule=6,
+    ),
     "a rank's steps are watched by a hook, and its replica's are not": replace(
         _program(
             _both(*3 * (BACKWARD, STEP, ZERO), BACKWARD, ranks=4),

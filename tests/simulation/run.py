@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 
 from tests.simulation.judge import Failure, Judge, largest
@@ -16,7 +16,7 @@ from tests.simulation.log import Log
 from tests.simulation.net import Batches
 from tests.simulation.outcome import Outcome, SimulationEnded
 from tests.simulation.program import Program
-from tests.simulation.rank import play
+from tests.simulation.rank import play, training_group
 from tests.simulation.world import simulate
 
 SLACK = 4.0  # how much more numbers of 16 bits may be off by, where the same program is right in fp32
@@ -119,15 +119,18 @@ def _is_chaotic(program: Program, outcome: Outcome[Log]) -> bool:
 
 
 def _played(program: Program, batches: Batches, count: bool) -> Outcome[Log]:
+    first, fault = program.offset, program.fault
+
+    def job(rank: int) -> Log:
+        if rank < first:
+            training_group(program)
+            return Log()
+        return play(program, rank - first, batches, folder)
+
     with quiet(), _folder(program) as folder:
-        return simulate(
-            lambda rank: play(program, rank, batches, folder),
-            program.ranks,
-            program.schedule,
-            program.carrier,
-            program.fault,
-            count=count,
-        )
+        placed = fault and replace(fault, rank=fault.rank + first)
+        outcome = simulate(job, first + program.ranks, program.schedule, program.carrier, placed, count=count)
+    return outcome.without_first(first)
 
 
 def _folder(program: Program) -> AbstractContextManager[str]:
