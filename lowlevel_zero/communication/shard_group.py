@@ -410,11 +410,10 @@ class ShardGroup:
 
 
 def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
-    """Wait for collectives under way until one fails, and free all memory of buffers."""
-    with suppress(RuntimeError):
-        while waits:
+    """Wait for each collective under way, whatever comes of those before it, and free all memory of buffers."""
+    while waits:
+        with suppress(RuntimeError):
             waits.pop(0)()
-    waits.clear()
     group.trim(for_good=True)
 
 

@@ -125,6 +125,18 @@ REGRESSIONS: dict[str, Program] = {
         _program([*_both(BACKWARD, Call("construct"), ranks=4)], Part(levels="both"), ranks=4),
         fault=Fault(rank=3, at=7),
     ),
+    "a reduction fails in the thread that finishes those of an optimizer that was dropped": replace(
+        _program(
+            [*_both(BACKWARD, Call("construct"), STEP, ranks=3)],
+            Part(
+                (Weight(), Weight(), Weight()),
+                ((0,), (1,), (2,)),
+                options=(("partition_grad", True), ("reduce_bucket_size", 1)),
+            ),
+            ranks=3,
+        ),
+        fault=Fault(rank=2, at=62),
+    ),
     "a gradient is dropped on one rank, which then takes norms of the others'": _program(
         [
             *_both(Call("plain", of=1)),
