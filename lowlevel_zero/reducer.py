@@ -153,7 +153,7 @@ class Reducer:
         """
         if self._state.syncs:
             if self._shows_some or self._buckets.is_open:
-                self._drop_cleared()
+                self._follow_callers()
                 if self._buckets.is_open:
                     self._close_sync()
                 self._gradients.take_out()
@@ -246,7 +246,7 @@ class Reducer:
     def _open_plain(self) -> None:
         """Open the sync of a plain ``loss.backward()``, whose first gradient has come."""
         self.syncs.may_be_alone = True
-        self._drop_cleared()
+        self._follow_callers()
         self._open_sync()
         self.syncs.starts_early = self._overlaps
 
@@ -256,7 +256,7 @@ class Reducer:
         With other optimizers, or further shard groups, they would start reductions in different orders.
         """
         if self._watch_graph_task(record):
-            self._drop_cleared()
+            self._follow_callers()
         self._keeps_some = True
         self._state.phase = Phase.COMING
 
@@ -311,8 +311,16 @@ class Reducer:
         """Return whether a sharded gradient may be in ``p.grad``."""
         return self._keeps_some or bool(self._buckets.in_flight or self._gradients.buckets)
 
+    def _follow_callers(self) -> None:
+        """Drop the gradients that the caller has set to None before a backward; raise for assigned ones."""
+        if self._shows_some:
+            touched = self._gradients.touched()
+            for record in touched:
+                record.check_slice()
+            self._drop_cleared(touched)
+
     def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None) -> None:
-        """Drop the gradients whose ``p.grad`` the caller has set to None, behind reductions under way.
+        """Drop the gradients whose ``p.grad``, or slice's, the caller has set to None, behind reductions under way.
 
         A sum that is still under way is dropped behind it, so that sums change in one order on all ranks, however fast
         each of them is.

@@ -258,9 +258,9 @@ class GradientStore:
     def hide_cleared(
         self, touched: Iterable[ShardedParameter], in_flight: Collection[Bucket]
     ) -> list[ShardedParameter]:
-        """Hide the gradients whose ``p.grad`` was set to None since, as by ``model.zero_grad()``.
+        """Hide the gradients whose ``p.grad``, or whose slice's, was set to None, as by ``model.zero_grad()``.
 
-        A later backward may have left another gradient there.
+        A later backward may have left another gradient in ``p.grad``.
 
         Returns:
             The records of which there is a sum, which is to be dropped, or one ``in_flight``.
@@ -269,8 +269,10 @@ class GradientStore:
             record
             for record in touched
             if record.shown is not None
-            and record.p.grad is not record.shown
-            and (record.p.grad is None or record.arrived)
+            and (
+                record.p32.grad is None
+                or (record.p.grad is not record.shown and (record.p.grad is None or record.arrived))
+            )
         ]
         if not cleared:
             return []
@@ -294,19 +296,13 @@ class GradientStore:
         self.taken_out.clear()
 
     def take_assigned(self, touched: Iterable[ShardedParameter]) -> dict[ShardedParameter, Tensor]:
-        """Return the gradients that callers assigned to ``p32.grad``, ``[s]``; None drops ``p.grad``.
-
-        ``p32.grad`` stands for ``g`` again afterwards.
-        """
+        """Return the gradients that callers assigned to ``p32.grad``, ``[s]``, which stands for ``g`` again."""
         assigned: dict[ShardedParameter, Tensor] = {}
         for record in touched:
             given = record.p32.grad
-            if given is not record.slice_handle:
+            if given is not None and given is not record.slice_handle:
                 record.p32.grad = None if record.shown is None else record.slice_handle
-                if given is not None:
-                    assigned[record] = given
-                elif record.shown is not None:
-                    record.p.grad = None
+                assigned[record] = given
         return {record: _plain_slice(record, given) for record, given in assigned.items()}
 
     # ---- who had one ----

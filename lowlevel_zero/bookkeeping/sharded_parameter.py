@@ -377,6 +377,24 @@ class ShardedParameter:
             "assigned by hand, and would be added: write it by p.grad.copy_(tensor) on every rank"
         )
 
+    @property
+    def slice_is_edited(self) -> bool:
+        """Return whether the caller has assigned to ``p32.grad`` since the handle was shown there."""
+        return self.shown is not None and self.p32.grad is not self.slice_handle
+
+    def check_slice(self) -> None:
+        """Raise ``RuntimeError`` if a tensor has been assigned to ``p32.grad``: a backward would add to it."""
+        if self.slice_is_edited and self.p32.grad is not None:
+            self.refuse_edited_slice("assigned")
+
+    def refuse_edited_slice(self, how: str) -> NoReturn:
+        """Raise the error for a backward that adds to a gradient after its slice's was ``how``."""
+        raise RuntimeError(
+            f"{self.name}: expected .grad of its slice in param_groups as the last backward has left it, got one that "
+            f"was {how} before this backward: assign to slices behind the last backward of a step, and clear gradients "
+            "by optimizer.zero_grad()"
+        )
+
     def refuse_sparse(self, gradient: Tensor) -> NoReturn:
         """Raise the error for a gradient that isn't dense."""
         raise RuntimeError(

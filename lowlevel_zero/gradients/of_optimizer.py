@@ -55,7 +55,8 @@ class OptimizerGradients:
                 "experts of its own, whose norms others don't see: call optimizer.clip_grad_norm_ or "
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
-        if not self._finished or self._known_at != self.versions or norm_type not in self._known:
+        edited = any(record.slice_is_edited for record in records)
+        if edited or not self._finished or self._known_at != self.versions or norm_type not in self._known:
             (group,) = self._groups
             with self._gathering(self._group, lambda: self._together(self._zeros(len(group.records)), norm_type)):
                 without = [record for record in group.records if record.p.grad is None]
@@ -101,7 +102,7 @@ class OptimizerGradients:
 
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
         """Finish reductions, and yield each shard group with the records that have a gradient. Communicates."""
-        if not self._finished:
+        if not self._finished or any(record.slice_is_edited for record in records):
             self._calls.finish_gradients_for("edit p.grad")
         for each in self._groups:
             some = [record for record in records if record.shard_group == each.number and record.worked]

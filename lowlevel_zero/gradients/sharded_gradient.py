@@ -344,6 +344,8 @@ def _perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
     record, _ = first.held()
     if first.live() is not first:
         record.refuse_assigned()
+    if record.slice_is_edited:
+        record.refuse_edited_slice("set to None" if record.p32.grad is None else "assigned")
     gradient: Tensor = args[1]
     if func is _ADD_:
         record.pending = gradient if record.pending is None else record.pending + gradient

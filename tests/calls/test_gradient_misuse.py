@@ -274,7 +274,29 @@ def by_hand(rank: int, world_size: int) -> None:
     steps_on(model, optimizer, rank, world_size)
 
 
+def slices_before_a_backward(rank: int, world_size: int) -> None:
+    """A tensor assigned to a slice is not to be added to, nor a gradient that slices' None should have dropped."""
+    model, optimizer = sharded(rank)
+    slices = optimizer.param_groups[0]["params"]
+
+    def plain() -> None:
+        loss_at(model, 1, rank).backward()
+
+    def own() -> None:
+        optimizer.backward(loss_at(model, 1, rank))
+
+    for call, value, how in ((plain, 1.0, "assigned"), (own, 1.0, "assigned"), (plain, None, "set to None")):
+        for p32 in slices:
+            p32.grad = None if value is None else torch.full_like(p32, value)
+        with pytest.raises(RuntimeError, match=rf"expected .grad of its slice .* {how} before .*zero_grad"):
+            call()
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+    steps_on(model, optimizer, rank, world_size)
+
+
 USES = [
+    slices_before_a_backward,
     a_slice_is_read,
     the_wrapped_optimizer_steps,
     a_handle_is_kept,

@@ -132,6 +132,7 @@ def old_gradients(rank: int, world_size: int) -> None:
             model.zero_grad,
             lambda: model.zero_grad(set_to_none=False),
             lambda: optimizer.zero_grad(set_to_none=False),
+            optimizer.optim.zero_grad,
         ]
         for clear in clears:
             optimizer.step()
