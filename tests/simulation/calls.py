@@ -30,12 +30,13 @@ BOTH = ("through", "plain through", "nested")  # backwards through the models of
 # Begun by the optimizer.
 OF_ONE_OPTIMIZER = ("backward", "by gradient", "by inputs", "pass", "nan", "raising", "through", "nested", "closure")
 
-WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "construct", "construct aside")
+WITH_LOSS = (*BACKWARDS, *BOTH, "closure", "evaluate", "construct", "construct aside")
 
 SAVE = "save a checkpoint to"
 
-EDITS = ("scale", "scale twice", "add", "copy")  # of one weight's p.grad
-BY_NUMBERS = ("scale", "scale twice", "add")  # whose numbers the ranks compare
+SLICE_EDITS = ("scale", "scale twice", "add", "copy")  # of one weight's p.grad, on each rank's slice
+EDITS = (*SLICE_EDITS, "fill", "clip value")
+BY_NUMBERS = ("scale", "scale twice", "add", "fill", "clip value")  # whose numbers the ranks compare
 
 SETTINGS = {"learning rate": "lr", "weight decay": "weight_decay"}  # of all param groups, which calls multiply
 
@@ -49,7 +50,10 @@ CALLS: dict[str, Kind] = {
     "package's clip": Kind("lowlevel_zero.clip_grad_norm_"),
     "torch's clip": Kind("take norms of p.grad", quiet=True),
     "norm": Kind("take norms of p.grad", quiet=True),
-    **dict.fromkeys(EDITS, Kind("edit p.grad", quiet=True)),
+    **dict.fromkeys(SLICE_EDITS, Kind("edit p.grad", quiet=True)),
+    "fill": Kind("read p.grad"),
+    "clip value": Kind("edit p.grad", quiet=True),
+    "evaluate": Kind(),
     "clone": Kind("read p.grad"),
     "gradient": Kind("get_param_grad"),
     "verify": Kind("verify", completes=False),
@@ -121,7 +125,7 @@ def drops_first(program: Program) -> bool:
 
 
 def edits_slices(program: Program) -> bool:
-    """Whether a gradient is multiplied as that of a slice in ``param_groups``."""
+    """Whether gradients are multiplied, assigned and dropped as those of slices in ``param_groups``."""
     return program.schedule % 5 == 4
 
 

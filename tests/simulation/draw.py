@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.simulation.calls import BY_NUMBERS, EDITS
+from tests.simulation.calls import BY_NUMBERS, SLICE_EDITS
 from tests.simulation.outcome import Fault
 from tests.simulation.program import NOTHING, Call, Part, Program, Row, Weight
 
@@ -32,8 +32,11 @@ BETWEEN = {
     "scale twice": 5,
     "add": 4,
     "copy": 3,
+    "fill": 3,
+    "clip value": 3,
     "clone": 3,
     "gradient": 6,
+    "evaluate": 5,
     "grad = None": 14,
     "verify": 5,
     "sleep": 6,
@@ -71,6 +74,7 @@ APART = {
     "sleep": 4,
     "wake": 2,
     "gradient": 4,
+    "evaluate": 4,
     "norm": 4,
     "reload": 3,
     "freeze": 3,
@@ -81,7 +85,10 @@ APART = {
 
 
 # Calls that concern one weight.
-OF_A_WEIGHT = (*EDITS, "norm", "clone", "gradient", "grad = None", "write weight", "freeze", "freeze slice", "raising")
+OF_A_WEIGHT = (
+    *(*SLICE_EDITS, "fill", "norm", "clone", "gradient", "grad = None"),
+    *("write weight", "freeze", "freeze slice", "raising"),
+)
 
 
 def draw(seed: int, carrier: str | None = None) -> Program:

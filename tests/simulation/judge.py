@@ -9,7 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.simulation.calls import BACKWARDS, BOTH, CALLS, EDITS, OF_ONE_OPTIMIZER, SAVE, SETTINGS, drops_first, written
+from tests.simulation.calls import (
+    BACKWARDS,
+    BOTH,
+    CALLS,
+    EDITS,
+    OF_ONE_OPTIMIZER,
+    SAVE,
+    SETTINGS,
+    drops_first,
+    edits_slices,
+    written,
+)
 from tests.simulation.log import Entry, Error, Log
 from tests.simulation.net import Batches, derivatives, forward
 from tests.simulation.program import Call, Program
@@ -141,6 +152,7 @@ class Judge:
         elif call.name == "model.zero_grad":
             part.drop(rank, [part.key(at, rank) for at in range(len(part.part.weights))])
         elif call.name == "grad = None":
+            self._note_edited_slice(rank, call)
             part.drop(rank, [part.key(call.at, rank)])
         elif call.name in SETTINGS:
             part.settings[rank].append((SETTINGS[call.name], call.amount))
@@ -152,6 +164,11 @@ class Judge:
         elif call.name == "freeze slice":
             part.frozen_slices[rank] ^= {part.key(call.at, rank)}
             part.is_mixed |= part.part.recomputed  # a plain backward that isn't over may lose its gradient
+        elif call.name == "evaluate":
+            batch = self.batches.of(call.of, entry.place, rank)
+            value, _ = forward(part.part, part.of_rank(rank), call.drops, batch, batch.start)
+            if not part.unlike:
+                self._compare_told(part, [entry], torch.tensor(value))
         elif call.name == "last norm":
             self._compare_told(part, [entry], part.norm)
         elif call.name == "repair":
@@ -161,8 +178,10 @@ class Judge:
         """Whether a call that a rank makes by itself may raise this error."""
         if call.name == "raising" and error.type == "UserError":
             return True
+        if re.match(r"weights\.\d+: expected \.grad of its slice", error.text):
+            return any(part.slices_edited[rank] for part in self.parts)
         has_frozen = any(part.frozen_slices[rank] for part in self.parts)
-        return has_frozen and bool(re.search("expected no earlier gradient", error.text))
+        return has_frozen and bool(re.match(r"weights\.\d+: expected no earlier gradient", error.text))
 
     def _backward(self, rank: int, entry: Entry) -> None:
         """One rank's backward, through one model, or from one through the other."""
@@ -232,6 +251,7 @@ class Judge:
         if quiet and (raised or len(signatures) > 1):
             self._pass(quiet[0])  # nothing had changed here, so nobody was asked
             call = here[quiet[0]].call
+            self._note_edited_slice(quiet[0], call)
             if call.name in (*EDITS, "torch's clip"):
                 self.parts[call.of].edit_alone(quiet[0], call)
             return
@@ -253,6 +273,11 @@ class Judge:
         else:
             self._check_refusal(here, raised, expected)
             self.refused += 1
+
+    def _note_edited_slice(self, rank: int, call: Call) -> None:
+        """Note whether a slice's ``.grad`` was assigned, or set to None: not every backward may add to it then."""
+        if call.name in ("copy", "grad = None"):
+            self.parts[call.of].slices_edited[rank] = edits_slices(self.program)
 
     def _half_reload(self, here: dict[int, Entry], meetings: dict[int, Meeting], raised: list[int]) -> bool:
         """Whether some ranks have kept a state dict where others go on to load theirs again."""
@@ -373,6 +398,8 @@ class Judge:
     def _together(self, here: dict[int, Entry]) -> None:
         entry = here[0]
         part, call = self.parts[entry.call.of], entry.call
+        for rank, each in here.items():
+            self._note_edited_slice(rank, each.call)
         if call.name == "zero_grad":
             part.forget()
             if any(each.held for each in here.values()):
@@ -422,7 +449,7 @@ class Judge:
             for each in here.values():
                 average = part.average((each.call.at, 0))
                 self._compare_told(part, [each], torch.zeros(()) if average is None else average.double().norm())
-        elif call.name in EDITS and any(each.call != call for each in here.values()):
+        elif any(each.call.name in EDITS and each.call != call for each in here.values()):
             part.edit_unlike([each.call for each in here.values()])
         elif call.name in EDITS:
             part.edit(call)

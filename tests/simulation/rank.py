@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_
+from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_, clip_grad_value_
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
 from lowlevel_zero.layout.held import memory_held
@@ -19,8 +20,8 @@ from tests.simulation import net
 from tests.simulation.calls import (
     BACKWARDS,
     BOTH,
-    EDITS,
     SETTINGS,
+    SLICE_EDITS,
     all_calls,
     assigns_weights,
     drops_first,
@@ -210,6 +211,12 @@ class Rank:
                 record = self.optimizers[call.of].sharded_parameters[p]
                 assert record.p32.grad is not None, "as p.grad isn't None"
                 record.p32.grad.mul_(call.amount)
+            elif call.name == "copy" and edits_slices(self.program):
+                record = self.optimizers[call.of].sharded_parameters[p]
+                assert record.p32.grad is not None, "as p.grad isn't None"
+                record.p32.grad.zero_()
+                if record.worked:  # on some rank
+                    record.p32.grad = record.shaped(record.slice_of(p.detach()).to(record.p32) * call.amount)
             elif call.name == "scale":
                 p.grad.mul_(call.amount)
             elif call.name == "scale twice":
@@ -218,6 +225,29 @@ class Rank:
                 p.grad.add_(p, alpha=call.amount)
             else:
                 p.grad.copy_(p * call.amount)
+
+    @torch.no_grad()
+    def fill(self, entry: Entry) -> None:
+        gradient = self.nets[entry.call.of][entry.call.at].grad
+        entry.absent = not _is_sharded(gradient)
+        if gradient is not None and not entry.absent:
+            gradient.index_fill_(-1, torch.zeros(1, dtype=torch.int64), entry.call.amount)
+
+    def clip_values(self, entry: Entry) -> None:
+        clip_grad_value_(self.nets[entry.call.of].parameters(), entry.call.amount)
+
+    @torch.no_grad()
+    def evaluate(self, entry: Entry) -> None:
+        """The number that comes out of the model, of a copy of it, or of its state dict."""
+        call, model = entry.call, self.nets[entry.call.of]
+        weights: Sequence[Tensor] = model.weights
+        if self.program.schedule % 3 == 1:
+            weights = copy.deepcopy(model).weights
+        elif self.program.schedule % 3 == 2:
+            held = model.state_dict()
+            weights = [held[f"weights.{at}"] for at in range(len(model.weights))]
+        batch = self.batches.of(call.of, entry.place, self.rank)
+        entry.told = run_layers(self.program.parts[call.of], weights, call.drops, batch).detach().clone()
 
     def clone(self, entry: Entry) -> None:
         gradient = self.nets[entry.call.of][entry.call.at].grad
@@ -348,7 +378,12 @@ class Rank:
         self.nets[entry.call.of].zero_grad()
 
     def drop(self, entry: Entry) -> None:
-        self.nets[entry.call.of][entry.call.at].grad = None
+        p = self.nets[entry.call.of][entry.call.at]
+        record = self.optimizers[entry.call.of].sharded_parameters.find(p)
+        if edits_slices(self.program) and _is_sharded(p.grad) and record is not None:
+            record.p32.grad = None
+        else:
+            p.grad = None
 
     def set(self, entry: Entry) -> None:
         for group in self.optimizers[entry.call.of].param_groups:
@@ -421,7 +456,10 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "torch's clip": Rank.clip_by_torch,
     "package's clip": Rank.clip_by_package,
     "norm": Rank.norm,
-    **dict.fromkeys(EDITS, Rank.edit),
+    **dict.fromkeys(SLICE_EDITS, Rank.edit),
+    "fill": Rank.fill,
+    "clip value": Rank.clip_values,
+    "evaluate": Rank.evaluate,
     "clone": Rank.clone,
     "gradient": Rank.gradient,
     "verify": Rank.verify,

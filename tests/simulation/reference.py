@@ -44,6 +44,7 @@ class PartReference:
         local: by rank, what waits in ``p.grad`` to be reduced.
         is_one_of_several: it shares the ranks with another one, or has experts: gradients of its plain backwards wait
             in ``p.grad`` until the ranks complete them.
+        slices_edited: by rank, whether it may have assigned a slice's ``.grad``, or set it to None.
         waits: by rank, whether something waits so since an earlier agreement.
         edited_apart: some ranks alone have edited a gradient.
         edits_vary: ranks have edited different gradients at the same time, and may make the others' edits yet.
@@ -118,6 +119,7 @@ class PartReference:
         self.own: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.local: list[dict[Key, Tensor]] = [{} for _ in range(self.ranks)]
         self.waits = [False] * self.ranks
+        self.slices_edited = [False] * self.ranks
         self.edited_apart = self.edits_vary = False
         self.edits_alone: list[list[Any]] = [[] for _ in range(self.ranks)]
         self.is_mixed = False  # gradients follow from weights that ranks have written each in its own way
@@ -214,19 +216,19 @@ class PartReference:
         if any(self.own):  # which ranks may have completed by looking at norms of them
             self.edits_vary = self.is_mixed = True
         edited = [key for key in self.base if self.key(key[0], rank) == key and not self.edits_vary]
+        key = self.key(call.at, rank)
         if call.name == "torch's clip":
             self.edited_apart |= bool(edited)
             self.edits_alone[rank].append(rank)
-        elif self.key(call.at, rank) in edited:
-            key = self.key(call.at, rank)
-            if self.sharers(key) == [rank]:
+        elif key in edited or (call.name == "clip value" and edited):
+            if call.name != "clip value" and self.sharers(key) == [rank]:
                 self.edit(call, key)
                 return
             self.edits_alone[rank].append(call)
             self.edited_apart = any(edits != self.edits_alone[rank] for edits in self.edits_alone)
             if not self.edited_apart:
                 for each in self.edits_alone[rank]:
-                    self.edit(each, self.key(each.at, rank))
+                    self.edit(each, None if each.name == "clip value" else self.key(each.at, rank))
                 self.edits_alone = [[] for _ in range(self.ranks)]
 
     def edit_unlike(self, calls: Sequence[Call]) -> None:
@@ -234,12 +236,14 @@ class PartReference:
         names, weights = {call.name for call in calls}, {call.at for call in calls}
         free = {"scale"} if edits_slices(self.program) else set()  # each rank's slice may have a number of its own
         if len(names) == len(weights) == 1 and names <= {*BY_NUMBERS} - free:
-            self.edited_apart |= any(key[0] in weights and len(self.sharers(key)) == self.ranks for key in self.base)
+            whole = [key for key in self.base if len(self.sharers(key)) == self.ranks]
+            self.edited_apart |= any(key[0] in weights or names == {"clip value"} for key in whole)
         self.edits_vary = self.is_mixed = True
 
     def edit(self, call: Call, only: Key | None = None) -> None:
-        """Edit one weight's averaged gradient, in place. fp16: what has overflowed stays so."""
-        for key in [key for key in self.base if key[0] == call.at and only in (None, key)]:
+        """Edit one weight's averaged gradient, or all, in place. fp16: what has overflowed stays so."""
+        every = call.name == "clip value"
+        for key in [key for key in self.base if (every or key[0] == call.at) and only in (None, key)]:
             base, weight = (
                 self.base[key],
                 self.weights[key].detach().to(self.base[key].dtype) * call.amount * self._over,
@@ -249,6 +253,8 @@ class PartReference:
                 "scale twice": base * call.amount**2,
                 "add": base + weight,
                 "copy": weight,
+                "fill": base.index_fill(-1, torch.zeros(1, dtype=torch.int64), call.amount * self._over),
+                "clip value": base.clamp(-call.amount * self._over, call.amount * self._over),
             }[call.name]
             self.base[key] = torch.where(base.isfinite(), edited, base) if self.part.half else edited
 

@@ -137,6 +137,15 @@ REGRESSIONS: dict[str, Program] = {
         ),
         fault=Fault(rank=2, at=62),
     ),
+    "a slice's gradient is assigned, and then clipped with the others by value": replace(
+        _program(_both(BACKWARD, Call("copy"), Call("clip value"), STEP)), schedule=4
+    ),
+    "a slice's gradient is set to None before the next backward": replace(
+        _program(_both(BACKWARD, STEP, Call("grad = None"), Call("grad = None", at=1), BACKWARD, STEP)), schedule=4
+    ),
+    "a slice's gradient is assigned before the next backward": replace(
+        _program(_both(BACKWARD, Call("copy"), BACKWARD, STEP)), schedule=4
+    ),
     "a gradient is dropped on one rank, which then takes norms of the others'": _program(
         [
             *_both(Call("plain", of=1)),

@@ -164,6 +164,20 @@ class SimulatedLock:
         self.release()
 
 
+class IdleRuntime(Runtime):
+    """When a simulation has ended: workers of what is collected then do nothing, and no thread starts."""
+
+    def worker(self, name: str, threads: Threads) -> Worker:
+        """One that drops its tasks."""
+        return _IdleWorker(name, threads)
+
+
+class _IdleWorker(Worker):
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Return a future that never has a result."""
+        return Future()
+
+
 class SimulatedRuntime(Runtime):
     """What one simulated rank asks of its system."""
 

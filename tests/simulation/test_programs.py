@@ -170,7 +170,7 @@ def test_a_refusal_by_one_rank_alone_is_seen() -> None:
 
 def test_shrinking_leaves_what_matters() -> None:
     """A failure that hangs on one call of one weight and one option."""
-    program = next(each for each in map(draw, range(1000)) if _odd(each) and each.ranks == 3)
+    program = next(each for each in map(draw, range(9000)) if _odd(each) and each.ranks == 3 and len(each.parts) == 2)
     small = shrink(program, _odd, tries=10_000)
     assert small.ranks == 2
     assert len(small.rows) == 1
@@ -180,8 +180,8 @@ def test_shrinking_leaves_what_matters() -> None:
 
 
 def _odd(program: Program) -> bool:
-    scales = any(call is not None and call.name == "scale" for row in program.rows for call in row)
-    return scales and any("overlap_allgather" in part.keywords for part in program.parts)
+    scaled = {call.of for row in program.rows for call in row if call is not None and call.name == "scale"}
+    return any("overlap_allgather" in program.parts[of].keywords for of in scaled)
 
 
 COARSE = replace(TWO_STEPS, parts=(replace(TWO_STEPS.parts[0], options=(("communication_dtype", "bfloat16"),)),))

@@ -40,7 +40,7 @@ from .groups import PREFIX, Store, World, register
 from .network import Network
 from .operations import Operations, without_modes_of_others
 from .outcome import CARRIERS, Carrier, Fault, FaultKind, InjectedFault, Left, Outcome, SimulationEnded
-from .runtime import SimulatedRuntime, _networks
+from .runtime import IdleRuntime, SimulatedRuntime, _networks
 from .scheduler import Scheduler
 
 __all__ = [
@@ -250,10 +250,11 @@ def _one_process_for_all(seed: int) -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         for owner, name, value in kept:
             setattr(owner, name, value)
-        seam.install(before)
+        seam.install(IdleRuntime())
         torch.set_rng_state(generator)
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         gc.collect()  # of ranks that have died, too
+        seam.install(before)
         sys.unraisablehook = hook
         if collects:
             gc.enable()
