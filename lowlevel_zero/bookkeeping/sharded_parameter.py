@@ -98,7 +98,20 @@ class ShardedParameter:
     # Every step looks at each record: so it lies in two or three lines of cache, where a dict would take several more.
     __slots__ = (
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
-        *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
+        *(
+            "index",
+            "is_empty",
+            "short",
+            "stepped",
+            "version",
+            "slice_version",
+            "address",
+            "row",
+            "rows",
+            "group",
+            "fp8",
+            "split",
+        ),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
         *("waiting", "saved_master", "__weakref__"),
     )
@@ -131,6 +144,7 @@ class ShardedParameter:
         self.p32: Tensor = split.shaped(self.row, p)
         self.shares_storage = True
         self.note_version()
+        self.note_slice()
         self.saved_master: Known | None = None
         self.worked = False
         self.arrived = False
@@ -168,8 +182,10 @@ class ShardedParameter:
         device = torch.device("cpu") if on_host else self.row.device
         own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
         self.shares_storage = own is self.row
-        self.p32 = self.split.shaped(own.detach(), self.p).requires_grad_()
+        # ``data`` has a count of writes of its own: a gather into the row isn't one of ``p32``'s.
+        self.p32 = self.split.shaped(own.data, self.p).requires_grad_()
         self.note_version()
+        self.note_slice()
 
     @property
     def master_row(self) -> Tensor:
@@ -212,10 +228,15 @@ class ShardedParameter:
             if each is not None:
                 settled = torch.where(_rounds_to(row, each), each.value, settled)
         self.master_row.copy_(settled)
+        self.note_slice()
 
     def note_version(self) -> None:
         """Note that ``p`` has the same values on all ranks now."""
         self.version = self.p._version
+
+    def note_slice(self) -> None:
+        """Note that ``p32`` has values which the optimizer, or a load, has given it."""
+        self.slice_version = self.p32._version
 
     @property
     def is_written(self) -> bool:
@@ -276,6 +297,7 @@ class ShardedParameter:
         self.row[: len(own)].copy_(exact if self.shares_storage or own.dtype != self.row.dtype else own)
         if not self.shares_storage:
             self.master_row[: len(own)].copy_(exact)
+        self.note_slice()
         self.saved_master = None
         self.stepped = master is not None or own.dtype != self.row.dtype
 

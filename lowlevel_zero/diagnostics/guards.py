@@ -108,7 +108,7 @@ class Guard:
                 )
 
     def _look_at_parameters(self) -> None:
-        """Collect edited parameters in ``edited``; raise for one whose dtype or device has changed."""
+        """Collect edited parameters in ``edited``; raise for a converted one, or for a slice that was written."""
         for record in self._parameters.records:
             p = record.p
             written = p.data_ptr() != record.address or p._version != record.version
@@ -116,6 +116,13 @@ class Guard:
                 self.edited.append(record)
                 if p.requires_grad or record.worked:
                     record.check_kind()
+            if record.p32._version != record.slice_version:
+                raise RuntimeError(
+                    f"{record.name}: expected its slice in param_groups to be written by the wrapped optimizer's step "
+                    "alone, found a write by other code, which the model hasn't seen: write the model's parameters "
+                    "instead, or wrap the optimizer that writes (LowLevelZeroOptimizer(Lookahead(AdamW(...)))), and "
+                    "load a checkpoint to go on"
+                )
 
     def check_same_values(self, uneven: UnevenWrites, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
         """Raise unless parameters that ranks have not written equally often are the same on all. Communicates.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -39,7 +39,7 @@ def switch(
     if call.error is None:
         follow_edits(chain.from_iterable(each.records for each in groups))
         before = list(_traces(optim, groups))
-        _method(optim, call.name)()
+        _switch(optim, call.name, groups)
         whole = any(record.split.owner is not None for each in groups for record in each.records)
         if again and not whole and before == list(_traces(optim, groups)):  # others don't see what one rank owns
             return
@@ -47,15 +47,17 @@ def switch(
         agree(call, lambda each, call: each.reducer.agree_on_syncs(call))
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
         if call.error is None:
-            _method(optim, back)()
+            _switch(optim, back, groups)
         raise
     for each in groups:
         each.gathers.gather(each.records)
 
 
-def _method(optim: Optimizer, name: str) -> Callable[[], None]:
-    method: Callable[[], None] = getattr(optim, name)
-    return method
+def _switch(optim: Optimizer, name: str, groups: Iterable[ShardedGroup]) -> None:
+    """Call the wrapped optimizer's method ``name``, which may write slices."""
+    getattr(optim, name)()
+    for record in chain.from_iterable(each.records for each in groups):
+        record.note_slice()
 
 
 def _traces(optim: Optimizer, groups: Sequence[ShardedGroup]) -> Iterator[Any]:

@@ -97,6 +97,13 @@ def edit_and_tell(work: Work) -> None:
     work.steps(3)
 
 
+def edit_slices(work: Work) -> None:
+    work.steps(1)
+    with torch.no_grad():
+        work.optimizer.param_groups[0]["params"][0].mul_(0.5)
+    work.steps(1)
+
+
 def give_a_gradient(work: Work) -> None:
     work.model[0].weight.grad = torch.full((4, 3), 0.5)
     work.optimizer.step()
@@ -146,6 +153,13 @@ EDITS = [
         "p.data, assigned",
         then_train(lambda model: setattr(model[0].weight, "data", torch.zeros(4, 3))),
         Right(),
+    ),
+    Wrong(
+        "a slice, in place",
+        edit_slices,
+        Refused(
+            RuntimeError, "0.weight: expected its slice in param_groups .*Lookahead.* load a checkpoint", ends=True
+        ),
     ),
     Wrong("p.grad before any backward", give_a_gradient, Right()),
     Wrong("p.grad under no_sync", double_under_no_sync, Right()),
