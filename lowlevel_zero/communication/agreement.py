@@ -217,6 +217,8 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
     entered = moment()
     try:
         yield lines
+    except LostRank:
+        raise  # it ends this process, from which the others learn it: they may not come to an agreement any more
     except Exception as raised:  # of whatever type: the others would wait for ever
         if is_raised_by_all(raised, group, entered):
             raise  # all ranks have raised there: agreeing once more, this one would wait for nobody
