@@ -35,7 +35,7 @@ from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sync import GradientSyncs
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharded_parameter import ShardedParameter
+from .bookkeeping.sharded_parameter import ShardedParameter, hide_gradients
 from .bookkeeping.step_state import Damage, Phase, StepState, refuse_compiled
 from .bookkeeping.unused_parameters import UnusedParameters
 from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
@@ -154,8 +154,6 @@ class Reducer:
         if self._state.syncs:
             if self._shows_some or self._buckets.is_open:
                 self._follow_callers()
-                if self._buckets.is_open:
-                    self._close_sync()
                 self._gradients.take_out()
             self.syncs.by_itself = by_itself or self._state.is_alone
             ordered = self._number == 0 and (by_itself or not self.syncs.shares_order)
@@ -312,33 +310,46 @@ class Reducer:
         return self._keeps_some or bool(self._buckets.in_flight or self._gradients.buckets)
 
     def _follow_callers(self) -> None:
-        """Drop the gradients that the caller has set to None before a backward; raise for assigned ones."""
-        if self._shows_some:
-            touched = self._gradients.touched()
-            for record in touched:
-                record.check_slice()
-            self._drop_cleared(touched)
+        """Close an open sync before a backward, and drop gradients that were set to None; raise for assigned ones."""
+        touched = self._gradients.touched() if self._shows_some else []
+        for record in touched:
+            record.check_slice()
+        self._drop_cleared(touched)
 
     def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None) -> None:
-        """Drop the gradients whose ``p.grad``, or slice's, the caller has set to None, behind reductions under way.
+        """Drop the gradients whose ``p.grad``, or slice's, the caller has set to None; close an open sync before.
+
+        Which of its reductions have been started differs by rank, so they all come first. Gradients that a later
+        backward has left in it stay.
+        """
+        cleared = []
+        if self._shows_some:
+            touched = self._gradients.touched() if touched is None else touched
+            cleared = self._gradients.hide_cleared(touched) if touched else []
+        if self._buckets.is_open:
+            self._drop([record for record in cleared if record.p.grad is not None])
+            cleared = [record for record in cleared if record.p.grad is None]
+            self._close_sync()
+            hide_gradients(cleared)  # which packing has shown again
+        self._drop(cleared)
+
+    def _drop(self, cleared: Sequence[ShardedParameter]) -> None:
+        """Drop the sums of parameters, behind reductions under way, and note it for the ranks to compare.
 
         A sum that is still under way is dropped behind it, so that sums change in one order on all ranks, however fast
         each of them is.
         """
         in_flight = self._buckets.in_flight
-        if not self._shows_some:
-            return
-        touched = self._gradients.touched() if touched is None else touched
-        cleared = self._gradients.hide_cleared(touched, in_flight) if touched else []
-        if cleared:
+        dropped = self._gradients.with_sums(cleared, in_flight) if cleared else []
+        if dropped:
             self._state.wake_up()
             when = f"after backward {self._group.progress.micro_batch}"
-            self._dropped += [(record.index, f"{record.name} {when}") for record in cleared]
+            self._dropped += [(record.index, f"{record.name} {when}") for record in dropped]
             if in_flight:
-                in_flight[-1].dropped_next += cleared
+                in_flight[-1].dropped_next += dropped
             else:
                 with self._streams.beside():
-                    self._gradients.drop(cleared)
+                    self._gradients.drop(dropped)
 
     def note_edit(self, what: str) -> None:
         """Note an edit of gradients, for the ranks to compare in their next call. Doesn't communicate."""
@@ -393,9 +404,9 @@ class Reducer:
         """
         call = call._replace(error=call.error or self._state.failure.refusal(call.name, completes))
         try:
+            was_open = self._buckets.is_open
             self._drop_cleared(touched)
-            if self._buckets.is_open:
-                self._close_sync()
+            if was_open:
                 touched = None
             self._state.failure.raise_deferred()
         except Exception as error:  # of whatever kind: others would wait for the agreement

@@ -255,15 +255,10 @@ class GradientStore:
             if record.unreduced is not None and not record.is_empty
         ]
 
-    def hide_cleared(
-        self, touched: Iterable[ShardedParameter], in_flight: Collection[Bucket]
-    ) -> list[ShardedParameter]:
+    def hide_cleared(self, touched: Iterable[ShardedParameter]) -> list[ShardedParameter]:
         """Hide the gradients whose ``p.grad``, or whose slice's, was set to None, as by ``model.zero_grad()``.
 
-        A later backward may have left another gradient in ``p.grad``.
-
-        Returns:
-            The records of which there is a sum, which is to be dropped, or one ``in_flight``.
+        A later backward may have left another gradient in ``p.grad``. Returns their records.
         """
         cleared = [
             record
@@ -274,12 +269,14 @@ class GradientStore:
                 or (record.p.grad is not record.shown and (record.p.grad is None or record.arrived))
             )
         ]
-        if not cleared:
-            return []
         hide_gradients(cleared)
         retire_handles(cleared)
+        return cleared
+
+    def with_sums(self, records: Iterable[ShardedParameter], in_flight: Iterable[Bucket]) -> list[ShardedParameter]:
+        """Return the records of which there is a sum, or one ``in_flight``."""
         held = self._bucket_of.keys() | {index for bucket in in_flight for index in bucket.planned.members}
-        return [record for record in cleared if record.index in held]
+        return [record for record in records if record.index in held]
 
     def take_out(self) -> None:
         """Take sharded gradients out of ``p.grad`` until ``put_back``, so that a backward leaves plain ones."""

@@ -65,11 +65,11 @@ MADE_ONCE = [
             ),
             Change(
                 REDUCER,
-                "in_flight[-1].dropped_next += cleared\n            else:\n                with "
+                "in_flight[-1].dropped_next += dropped\n            else:\n                with "
                 "self._streams.beside():\n"
-                "                    self._gradients.drop(cleared)",
-                "in_flight[-1].dropped_next += cleared\n            with self._streams.beside():\n"
-                "                self._gradients.drop(cleared)",
+                "                    self._gradients.drop(dropped)",
+                "in_flight[-1].dropped_next += dropped\n            with self._streams.beside():\n"
+                "                self._gradients.drop(dropped)",
             ),
         ),
         76,

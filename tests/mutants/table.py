@@ -351,8 +351,8 @@ MUTANTS = [
     Mutant(
         "model.zero_grad() drops nothing",
         REDUCER,
-        "self._gradients.hide_cleared(touched, in_flight) if touched else []",
-        "self._gradients.hide_cleared(touched, in_flight)[:0]",
+        "self._gradients.hide_cleared(touched) if touched else []",
+        "self._gradients.hide_cleared(touched)[:0]",
         HANDLES,
     ),
     Mutant(
