@@ -428,7 +428,7 @@ class Judge:
             apart = part.dropped_apart() if CALLS[call.name].quiet else []  # it may have had nothing to ask
             part.finish(with_local=CALLS[call.name].completes)
             for rank, keys in enumerate(apart):
-                part.maybe_dropped[rank] |= keys
+                part.untold[rank] |= keys
         if call.name in ("step", "closure", "synchronize"):
             if call.name == "synchronize":
                 part.multiply(part.base, call.amount)

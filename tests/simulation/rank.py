@@ -6,6 +6,7 @@ import copy
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -207,16 +208,8 @@ class Rank:
         p = self.nets[call.of][call.at]
         entry.absent = not _is_sharded(p.grad)
         if p.grad is not None and not entry.absent:
-            if call.name == "scale" and edits_slices(self.program):
-                record = self.optimizers[call.of].sharded_parameters[p]
-                assert record.p32.grad is not None, "as p.grad isn't None"
-                record.p32.grad.mul_(call.amount)
-            elif call.name == "copy" and edits_slices(self.program):
-                record = self.optimizers[call.of].sharded_parameters[p]
-                assert record.p32.grad is not None, "as p.grad isn't None"
-                record.p32.grad.zero_()
-                if record.worked:  # on some rank
-                    record.p32.grad = record.shaped(record.slice_of(p.detach()).to(record.p32) * call.amount)
+            if edits_slices(self.program) and call.name in ("scale", "copy"):
+                self._edit_slice(entry, p)
             elif call.name == "scale":
                 p.grad.mul_(call.amount)
             elif call.name == "scale twice":
@@ -225,6 +218,17 @@ class Rank:
                 p.grad.add_(p, alpha=call.amount)
             else:
                 p.grad.copy_(p * call.amount)
+
+    def _edit_slice(self, entry: Entry, p: Tensor) -> None:
+        record = self.optimizers[entry.call.of].sharded_parameters[p]
+        gradient = record.p32.grad
+        entry.absent = gradient is None  # where that was set to None
+        if gradient is not None and entry.call.name == "scale":
+            gradient.mul_(entry.call.amount)
+        elif gradient is not None:
+            gradient.zero_()
+            if record.worked:  # on some rank
+                record.p32.grad = record.shaped(record.slice_of(p.detach()).to(record.p32) * entry.call.amount)
 
     @torch.no_grad()
     def fill(self, entry: Entry) -> None:
@@ -247,7 +251,8 @@ class Rank:
             held = model.state_dict()
             weights = [held[f"weights.{at}"] for at in range(len(model.weights))]
         batch = self.batches.of(call.of, entry.place, self.rank)
-        entry.told = run_layers(self.program.parts[call.of], weights, call.drops, batch).detach().clone()
+        part = replace(self.program.parts[call.of], recomputed=False)
+        entry.told = run_layers(part, weights, call.drops, batch).detach().clone()
 
     def clone(self, entry: Entry) -> None:
         gradient = self.nets[entry.call.of][entry.call.at].grad

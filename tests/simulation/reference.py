@@ -129,6 +129,7 @@ class PartReference:
         self.ways: list[list[str]] = [[] for _ in range(self.ranks)]
         self.dropped: list[set[tuple[Key, int]]] = [set() for _ in range(self.ranks)]  # and after which backward
         self.maybe_dropped: list[set[tuple[Key, int]]] = [set() for _ in range(self.ranks)]
+        self.untold: list[set[tuple[Key, int]]] = [set() for _ in range(self.ranks)]  # gone, and not compared yet
 
     def add(self, rank: int, gradients: Iterable[tuple[int, Tensor]], way: str) -> None:
         """Take one rank's backward; ``way``: what is reduced by it, for comparing ranks, or "local"."""
@@ -171,8 +172,8 @@ class PartReference:
     def drops_differ(self) -> tuple[bool, bool]:
         """Whether the ranks must be told that they have dropped different gradients, and whether they may be."""
         if not any(self.dropped) and not any(self.maybe_dropped):
-            return False, False
-        either = [one | other for one, other in zip(self.dropped, self.maybe_dropped, strict=True)]
+            return False, any(self.untold)
+        either = self._either()
         must = any(
             drop not in either[rank]
             for dropped in self.dropped
@@ -180,13 +181,19 @@ class PartReference:
             for rank in range(self.ranks)
             if self.key(drop[0][0], rank) == drop[0]
         )
-        same = all(dropped == self.dropped[0] for dropped in (*self.dropped, *self.maybe_dropped))
+        same = all(dropped == self.dropped[0] for dropped in (*self.dropped, *self.maybe_dropped, *self.untold))
         return must and self.aligned, must or not self.aligned or (not same)
 
     def dropped_apart(self) -> list[set[tuple[Key, int]]]:
         """By rank, what it has dropped and another one hasn't."""
-        either = [one | other for one, other in zip(self.dropped, self.maybe_dropped, strict=True)]
+        either = self._either()
         return [{each for each in own if any(each not in either[r] for r in self.sharers(each[0]))} for own in either]
+
+    def _either(self) -> list[set[tuple[Key, int]]]:
+        """By rank, all that it may have dropped."""
+        return [
+            one | two | three for one, two, three in zip(self.dropped, self.maybe_dropped, self.untold, strict=True)
+        ]
 
     def gone(self) -> set[Key]:
         """The weights whose gradients all ranks have dropped since they agreed last."""

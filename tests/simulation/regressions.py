@@ -137,6 +137,20 @@ REGRESSIONS: dict[str, Program] = {
         ),
         fault=Fault(rank=2, at=62),
     ),
+    "a rank loses another in a column of a grid while the rest of its row waits for it": replace(
+        _program(
+            _both(Call("backward", of=1), ranks=4),
+            Part((Weight(),), ((0,),)),
+            Part((Weight(),), ((0,),), levels="inner"),
+            ranks=4,
+        ),
+        fault=Fault(rank=2, at=105, kind="die"),
+        schedule=4007817,
+    ),
+    "a gradient is dropped where one rank's last plain backward goes on until its next call": _program(
+        [*_both(BACKWARD), (Call("plain"), None), *_both(Call("grad = None"), Call("by gradient"), STEP)],
+        Part((Weight(),), ((0,),), recomputed=True),
+    ),
     "a slice's gradient is assigned, and then clipped with the others by value": replace(
         _program(_both(BACKWARD, Call("copy"), Call("clip value"), STEP)), schedule=4
     ),
