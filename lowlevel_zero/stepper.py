@@ -288,7 +288,7 @@ class Stepper:
         ]
 
     def _written_besides(self, group: ShardedGroup) -> Iterator[tuple[Any, int, ShardedParameter]]:
-        """Yield the parameters without gradients that the optimizer may write, with their kinds and sizes."""
+        """Yield the parameters without gradients, if the optimizer may write them, with kinds and slice sizes."""
         unused = (record for record in group.records if not (record.worked or record.is_empty))
         if self._writes_unused:
             yield from ((record.kind, record.split.slice_size, record) for record in unused)

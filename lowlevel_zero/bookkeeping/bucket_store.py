@@ -278,7 +278,7 @@ class BucketStore:
                 found.missing += 1
 
     def fill(self, record: ShardedParameter) -> bool:
-        """Note a record's gradient in its bucket; return whether a bucket may start now.
+        """Note a record's gradient in its bucket; return whether that bucket, as far as known, waits for no other.
 
         A second one of the same parameter (a weight that two nested backwards share) stays in ``p.grad``: with the
         first if the bucket hasn't started, else for one more sync.
@@ -304,7 +304,7 @@ class BucketStore:
     # ---- starting, in the plan's order ----
 
     def start_next(self) -> None:
-        """Start the next bucket in the plan's order; after an error, start it with zeros. Communicates."""
+        """Start the next bucket in the plan's order; if that fails, with zeros, and defer the error. Communicates."""
         bucket = self.waiting[0]
         try:
             self._start(bucket)

@@ -110,7 +110,7 @@ class GradientSyncs:
             self._start()
 
     def close(self) -> bool:
-        """Start the open sync's remaining buckets, and close it; return False if it was put off. Communicates.
+        """Start the open sync's last buckets, and close it; return False if other ranks don't come to it. Communicates.
 
         The gradients of a sync that was put off stay in ``p.grad`` until all ranks agree.
         """

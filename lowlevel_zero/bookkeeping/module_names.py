@@ -129,7 +129,7 @@ def _attribute_of(module: nn.Module) -> str | None:
 
 
 def _without_wrappers(name: str) -> Iterator[str]:
-    """Yield the names that ``name`` may mean without wrappers, the likeliest first."""
+    """Yield ``name`` without wrappers' parts: first with all its parts ``module``, then without some of them."""
     parts = [part for part in name.split(".") if part not in (_COMPILED, _CHECKPOINTED)]
     at = [place for place, part in enumerate(parts[:-1]) if part == _MODULE]
     for count in range(len(at) + 1):

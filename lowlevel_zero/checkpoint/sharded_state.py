@@ -214,9 +214,9 @@ class ShardedState:
         return found
 
     def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return tensors that a checkpoint can be read into, for this rank's slices of a parameter's ``saved`` states.
+        """Return boxed tensors to read this rank's slices of ``saved`` states into.
 
-        It is the memory of the states that ``load`` has replaced, where those are of the same kind.
+        Their memory is that of the states that ``load`` has replaced, where those are of the same kind.
         """
         record = self._records[name]
         former = self._former.pop(record, {})

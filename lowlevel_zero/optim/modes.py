@@ -23,10 +23,10 @@ def switch(
     back: str,
     again: bool,
 ) -> None:
-    """Call the wrapped optimizer's ``train`` or ``eval``, which writes its slices, and gather these. Communicates.
+    """Call the wrapped optimizer's ``train`` or ``eval``, and gather its slices, unless a repeated call changes none.
 
-    All ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to this mode
-    before and the call changes no slice and no setting: trainers switch in every step.
+    Communicates: all ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to
+    this mode before and the call changes no slice and no setting: trainers switch in every step.
 
     Args:
         optim: the wrapped optimizer.

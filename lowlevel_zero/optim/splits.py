@@ -120,7 +120,7 @@ def choice_of(
 def choose_splits(
     optimizer: Optimizer, chosen: str | None = None, parameters: Sequence[Tensor] | None = None
 ) -> list[str]:
-    """Return "elements" or "parameters" for each param group of ``optimizer``, by a probe if its class is unknown.
+    """Return how to split each param group, "elements" or "parameters"; raise ``TypeError`` if neither is exact.
 
     A group's own key ``"split"`` comes first, then what is ``chosen`` for all, then what is known of the class or shown
     by a probe. Others of the class step small fresh parameters in it. ``optimizer``, its parameters, state, options and

@@ -21,7 +21,7 @@ from .memory import as_dtype
 
 
 def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Layout:
-    """Return the layout of a checkpoint's parameters over ``world_size`` ranks. Reads no tensor.
+    """Return the layout of a checkpoint's parameters over ``world_size`` ranks, without buckets. Reads no tensor.
 
     Args:
         world_size: ranks; None: as many as shared it when it was saved (replicas aside).

@@ -80,7 +80,7 @@ class Memory:
         self._top = _PAGE
 
     def connect(self, addresses: Sequence[Address], timeout: float) -> None:
-        """Map every other rank's memory, and open their pipes; ``addresses`` are in rank order.
+        """Map the memory of the other processes of this host, and open their pipes; ``addresses`` are in rank order.
 
         Raises:
             OSError, ValueError: a peer's can't be reached from here.
