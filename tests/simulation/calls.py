@@ -54,6 +54,7 @@ CALLS: dict[str, Kind] = {
     "fill": Kind("read p.grad"),
     "clip value": Kind("edit p.grad", quiet=True),
     "evaluate": Kind(),
+    "step in no_sync": Kind(),
     "clone": Kind("read p.grad"),
     "gradient": Kind("get_param_grad"),
     "verify": Kind("verify", completes=False),

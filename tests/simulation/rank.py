@@ -172,6 +172,11 @@ class Rank:
         optimizer.step()
         entry.held = memory_held(optimizer).gradients
 
+    def idle_step(self, entry: Entry) -> None:
+        """Does nothing."""
+        with self.optimizers[entry.call.of].no_sync():
+            self.optimizers[entry.call.of].step()
+
     def closure(self, entry: Entry) -> None:
         optimizer = self.optimizers[entry.call.of]
         optimizer.step(lambda: optimizer.backward(self._loss(entry)))
@@ -465,6 +470,7 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "fill": Rank.fill,
     "clip value": Rank.clip_values,
     "evaluate": Rank.evaluate,
+    "step in no_sync": Rank.idle_step,
     "clone": Rank.clone,
     "gradient": Rank.gradient,
     "verify": Rank.verify,

@@ -160,7 +160,8 @@ class PartReference:
         when = len(self.ways[rank])
         for key in keys:
             waits = key in self.local[rank] or self._waits(rank)
-            seen = not waits and (key in self.base or key in self.own[rank])
+            before = any(key == each for each, _ in self.dropped[rank] | self.maybe_dropped[rank])
+            seen = not waits and (key in self.own[rank] or (key in self.base and not before))
             (self.dropped if seen else self.maybe_dropped)[rank].add((key, when))
             self.own[rank].pop(key, None)
             self.local[rank].pop(key, None)
