@@ -322,16 +322,16 @@ class Reducer:
         Which of its reductions have been started differs by rank, so they all come first. Gradients that a later
         backward has left in it stay.
         """
-        cleared = []
-        if self._shows_some:
-            touched = self._gradients.touched() if touched is None else touched
-            cleared = self._gradients.hide_cleared(touched) if touched else []
+        if touched is None:
+            touched = self._gradients.touched() if self._shows_some else []
+        cleared = self._gradients.hide_cleared(touched) if touched else []
         if self._buckets.is_open:
             self._drop([record for record in cleared if record.p.grad is not None])
             cleared = [record for record in cleared if record.p.grad is None]
             self._close_sync()
             hide_gradients(cleared)  # which packing has shown again
-        self._drop(cleared)
+        if cleared:
+            self._drop(cleared)
 
     def _drop(self, cleared: Sequence[ShardedParameter]) -> None:
         """Drop the sums of parameters, behind reductions under way, and note it for the ranks to compare.
@@ -340,7 +340,7 @@ class Reducer:
         each of them is.
         """
         in_flight = self._buckets.in_flight
-        dropped = self._gradients.with_sums(cleared, in_flight) if cleared else []
+        dropped = self._gradients.with_sums(cleared, in_flight)
         if dropped:
             self._state.wake_up()
             when = f"after backward {self._group.progress.micro_batch}"

@@ -238,7 +238,7 @@ class Stepper:
         """Start the gather of the next part, and show sharded gradients again. Communicates."""
         for record in part.records:
             record.p32.grad = record.slice_handle if record.worked else None
-            record.note_slice()
+            record.slice_version = record.p32._version  # as ``note_slice`` does, on the hot path
         part.group.gathers.start_gather(part.records)
         assert self.left is not None
         self.left.popleft()  # before an older gather may fail: this one has started
