@@ -281,7 +281,7 @@ class BucketStore:
         """Note a record's gradient in its bucket; return whether that bucket, as far as known, waits for no other.
 
         A second one of the same parameter (a weight that two nested backwards share) stays in ``p.grad``: with the
-        first if the bucket hasn't started, else for one more sync.
+        first if the bucket hasn't started, else for one more sync; that of a frozen slice goes.
         """
         index = record.index
         waited_for = index not in self.repeats
@@ -296,7 +296,10 @@ class BucketStore:
             return True
         bucket = self._bucket_of[index]
         if bucket is None or bucket.state is not BucketState.FILLING:
-            record.note_waiting()
+            if record.p32.requires_grad:
+                record.note_waiting()
+            else:  # the caller has frozen it through param_groups, and no later sync would know when it came
+                record.drop_unreduced()
             return False
         bucket.missing -= waited_for
         return bucket.missing == 0

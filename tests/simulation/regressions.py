@@ -151,6 +151,9 @@ REGRESSIONS: dict[str, Program] = {
         [*_both(BACKWARD), (Call("plain"), None), *_both(Call("grad = None"), Call("by gradient"), STEP)],
         Part((Weight(),), ((0,),), recomputed=True),
     ),
+    "a slice is frozen whose gradient comes twice in a backward, behind the start of its bucket": _program(
+        _both(Call("freeze slice", at=1)), Part((Weight(), Weight()), ((1,), (1,), (0,)), recomputed=True)
+    ),
     "a slice's gradient is assigned, and then clipped with the others by value": replace(
         _program(_both(BACKWARD, Call("copy"), Call("clip value"), STEP)), schedule=4
     ),
