@@ -50,7 +50,7 @@ MADE_ONCE = [
                 "if any(record.worked for record in bucket.records)]",
             ),
         ),
-        299,
+        141,
     ),
     Mistake(
         "as many gradients as there are sums count as all of them, where some are dropped and others on their way",
@@ -72,17 +72,17 @@ MADE_ONCE = [
                 "                self._gradients.drop(dropped)",
             ),
         ),
-        76,
+        708,
     ),
     Mistake(
         "as many factors as a bucket has gradients count as one of each",
         (Change(SUMS, "len(set(some)) == len(some) == len(bucket.working())", "len(some) == len(bucket.working())"),),
-        227,
+        15,
     ),
     Mistake(
         "settings of param groups aren't compared in a step",
         (Change(OPTIMIZER, "call._replace(settings=settings, written=", "call._replace(written="),),
-        16,
+        49,
     ),
     Mistake(
         "weights that one rank alone has written are stepped",
@@ -102,7 +102,7 @@ MADE_ONCE = [
                 "BucketState.REDUCING:\n",
             ),
         ),
-        90,
+        253,
     ),
     Mistake(
         "ranks verify without having come to the same call",
@@ -114,7 +114,7 @@ MADE_ONCE = [
                 "self._verify",
             ),
         ),
-        19,
+        34,
     ),
     Mistake(
         "reductions of two optimizers start as their gradients come",
@@ -125,7 +125,7 @@ MADE_ONCE = [
                 "self.syncs.put_off:",
             ),
         ),
-        197,
+        136,
     ),
     Mistake(
         "extra states are loaded by each rank for itself",
@@ -144,7 +144,7 @@ MADE_ONCE = [
                 "self._stateful.items():\n            module.set_extra_state(objects.model[name])\n",
             ),
         ),
-        123,
+        236,
     ),
     Mistake(
         "groups beside a process group outlive it",
@@ -160,7 +160,7 @@ MADE_ONCE = [
     Mistake(
         "others' rows of a sum are held after a step in stage 1",
         (Change(BUCKETS, "self.rows, self.row = None, self.row.clone()", "self.rows = None"),),
-        6,
+        7,
     ),
 ]
 
@@ -185,7 +185,7 @@ DRAWN = [
     Mistake(
         "edits of a step that was refused are compared again",
         (Change(REDUCER, "        self._edited.clear()\n        return agreed", "        return agreed"),),
-        240,
+        22,
     ),
     Mistake(
         "one of several announced syncs is read before the ranks agree",
@@ -200,7 +200,7 @@ DRAWN = [
                 "",
             ),
         ),
-        299,
+        431,
     ),
     Mistake(
         "a step is taken with what an error has left of the gradients",
@@ -232,7 +232,7 @@ DRAWN = [
                 "self.rows, self.row, self.scale = None, row, None",
             ),
         ),
-        6,
+        7,
     ),
     Mistake(
         "a bucket of another dtype than the buffer's is reduced where it lies",
@@ -257,7 +257,7 @@ DRAWN = [
                 "record.p.grad is record.shown:",
             ),
         ),
-        147,
+        376,
     ),
     Mistake(
         "parameters of a forgotten bucket are still found in it",
@@ -269,7 +269,7 @@ DRAWN = [
                 "",
             ),
         ),
-        18,
+        1,
     ),
     Mistake(
         "a gradient that its caller has assigned to a slice isn't stepped",
@@ -306,7 +306,7 @@ DRAWN = [
                 "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = factor",
             ),
         ),
-        7,
+        15,
     ),
     Mistake(
         "param groups are left in parts where the wrapped optimizer's step raises",
@@ -318,7 +318,7 @@ DRAWN = [
                 "            self._optim.param_groups = groups\n",
             ),
         ),
-        191,
+        125,
     ),
     Mistake(
         "an error that was once raised on all ranks isn't told again when one rank alone raises it",
@@ -339,6 +339,7 @@ DRAWN = [
                 "same = (doing, settings.digest, done)",
             ),
         ),
+        98,
     ),
     Mistake(
         "reductions of a dropped optimizer are dropped with it",

@@ -83,6 +83,9 @@ CALLS: dict[str, Kind] = {
     "repair": Kind(),
 }
 
+# What one rank alone may be refused, or keep it from, where backwards touch other layers on each rank.
+ONE_IS_REFUSED = ("torch's clip", "norm", "freeze slice", "copy", "grad = None")
+
 # After the rows, and after an error, every rank begins anew: it clears gradients, meets the others in a call that
 # programs don't make elsewhere, makes settings and weights alike where they may have come to differ, and trains on.
 # (An error ends each rank's rows where it stands, and one may have had nothing to do in a row where another was
@@ -98,7 +101,9 @@ def closing(program: Program, refused: bool) -> list[Call]:
     aside = [Call("construct aside")] * program.aside
     if program.raises:
         return [*(Call(name, of) for name in ("zero_grad", "restore") for of in parts), *train, *train]
-    if program.fault is None and not refused and all(map(is_alike, program.rows)):
+    names = {call.name for row in program.rows for call in row if call is not None}
+    alike = names.isdisjoint(ONE_IS_REFUSED) and all(map(is_alike, program.rows))
+    if program.fault is None and not refused and alike:
         return begin + train + aside
     return [*begin, Call("repair", amount=REPAIRED), *train, *train, *aside]
 
