@@ -57,7 +57,8 @@ def quiet() -> Iterator[None]:
     before, log.disabled = log.disabled, True
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using backward.. with create_graph")
+            for text in ("Using backward.. with create_graph", "grad and param do not obey"):
+                warnings.filterwarnings("ignore", text)
             yield
     finally:
         log.disabled = before
