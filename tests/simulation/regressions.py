@@ -154,6 +154,19 @@ REGRESSIONS: dict[str, Program] = {
     "a slice is frozen whose gradient comes twice in a backward, behind the start of its bucket": _program(
         _both(Call("freeze slice", at=1)), Part((Weight(), Weight()), ((1,), (1,), (0,)), recomputed=True)
     ),
+    "memory runs out between the two levels of a bucket's reduction to its owner": replace(
+        _program(
+            _both(Call("plain"), ranks=4),
+            Part(
+                (Weight(), Weight(), Weight(), Weight((2, 2, 2)), Weight((2, 3))),
+                ((0,),),
+                options=(("partition_grad", True), ("reduce_bucket_size", 1), ("split", "parameters")),
+                levels="inner",
+            ),
+            ranks=4,
+        ),
+        fault=Fault(rank=0, at=42),
+    ),
     "a slice's gradient is assigned, and then clipped with the others by value": replace(
         _program(_both(BACKWARD, Call("copy"), Call("clip value"), STEP)), schedule=4
     ),

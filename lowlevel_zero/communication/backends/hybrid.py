@@ -76,10 +76,10 @@ class Hybrid(Backend):
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start summing within to the owner in each inner group, then across the owners."""
+        own = torch.empty_like(buffer).view(-1) if self.rank == owner else None  # before anything is begun
         within = self._inner.reduce(buffer, owner)
-        if self.rank != owner:
+        if own is None:
             return self._chain.after(within, Work.over)
-        own = torch.empty_like(buffer).view(-1)
         failed: list[RuntimeError] = []
         crossed = self._cross(within, own, failed)
 
