@@ -88,7 +88,7 @@ class LossScaler:
         return {f"{name} of the loss scaler": getattr(self, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, the numbers of its updates and the counts, under ColossalAI's keys."""
+        """Return the scale and counts, as copies on the device, and the updates' numbers, under ColossalAI's keys."""
         numbers = {key: getattr(self, key) for key in _NEEDED_KEYS[1:]}
         counts = dict(zip(_COUNT_KEYS, self._counts.clone().unbind(), strict=True))
         return {"scale": self.scale.clone(), **numbers, **counts}

@@ -319,7 +319,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         scaler: LossScaler | None = None,
         by_itself: bool = False,
     ) -> Iterator[Tensor]:
-        """Open and close a backward's sync; ranks agree first if optimizers share an order. Communicates."""
+        """Open a backward's sync, run the body, and close it even after an error. Communicates."""
         self._guard.enter("backward", wakes=False)
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):

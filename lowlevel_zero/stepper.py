@@ -255,7 +255,7 @@ class Stepper:
     def _step_parts(
         self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool
     ) -> None:
-        """Assign gradients, step and gather part after part; unless ``in_parts``, step all at once. Communicates."""
+        """Step and gather part by part, or all at once unless ``in_parts``. Communicates."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it,
         # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients.)
         fused = in_parts and is_fused(self._optim)
@@ -296,7 +296,7 @@ class Stepper:
     def assign_gradients(
         self, bucket: Bucket, factor: float | Tensor, by_optimizer: bool, keeps_sums: bool = False
     ) -> None:
-        """Assign to each ``p32.grad`` its slice of the bucket's sum, times ``factor``. Doesn't communicate.
+        """Assign to each ``p32.grad`` its slice of the sum, times ``factor`` unless the optimizer multiplies.
 
         Args:
             bucket: a bucket with complete sums.

@@ -278,7 +278,7 @@ class BucketStore:
                 found.missing += 1
 
     def fill(self, record: ShardedParameter) -> bool:
-        """Note a record's gradient in its bucket; return whether that bucket, as far as known, waits for no other.
+        """Note that a gradient has come; return whether its bucket, next in order or not, waits for no other.
 
         A second one of the same parameter (a weight that two nested backwards share) stays in ``p.grad``: with the
         first if the bucket hasn't started, else for one more sync; that of a frozen slice goes.

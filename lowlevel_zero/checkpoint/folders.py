@@ -109,7 +109,7 @@ def _damage(path: Path) -> str | None:
 
 
 def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
-    """Call ``look`` on the first rank, and return its result, or raise its error, on all. Communicates."""
+    """Call ``look`` on the first rank, and share its result, ``OSError`` or ``ValueError`` with all. Communicates."""
     seen: Any = None
     if group.group_rank == 0:
         try:
@@ -172,7 +172,7 @@ def path_beside(path: Path, token: str) -> Path:
 
 
 def publish(written: Path, path: Path) -> None:
-    """Rename the directory ``written`` to ``path``, where nothing is or an empty directory, and sync both directories.
+    """Sync the directory ``written``, rename it to ``path`` (missing, or an empty directory), and sync the parent.
 
     Raises:
         FileExistsError, NotADirectoryError: something is there.
@@ -213,7 +213,7 @@ def remove(path: Path) -> None:
 
 
 def claim(written: Path, name: str) -> IO[bytes]:
-    """Create the file ``name`` in ``written``, and lock the folder against removal until the file is closed.
+    """Create and lock a file ``name`` in ``written``, which keeps others from removing the folder till it is closed.
 
     Every rank has a file of its own there. The system lets go of it when the process ends, however it does.
     """

@@ -39,7 +39,7 @@ def group_of(given: Any) -> ShardGroup:
 
 
 def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
-    """Check the optimizers that were given for a model, and return them by name. Doesn't communicate.
+    """Check that a model's optimizers are this package's and over the same ranks, and return them by name.
 
     Raises:
         TypeError: something isn't a module, an optimizer of this package's, or its name.

@@ -151,7 +151,7 @@ class Saving(Background[Path]):
         return self.result()
 
     def stage(self, values: Mapping[Keys, Tensor], former: Tensor | None) -> dict[Keys, Tensor]:
-        """Copy 1-D ``values`` to the host, into ``former`` memory if it is large enough, and return the copies.
+        """Copy 1-D ``values`` to the host, wait, and return the copies, in ``former`` memory if it is large enough.
 
         It is pinned where values come from a device. Returns when the values may change.
         """

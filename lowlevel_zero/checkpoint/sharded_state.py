@@ -148,7 +148,7 @@ class ShardedState:
     def _division(
         self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter, of_elements: Shape
     ) -> _Division | None:
-        """Return how ranks divide a state that is ``like`` this one; None: each rank has all of it.
+        """Return how ranks divide a state like ``like``, a block's scales included; None: each rank has all of it.
 
         ``of_elements`` is the shape of a state with one number for each element, be it a slice's or a whole one's.
         """
@@ -214,7 +214,7 @@ class ShardedState:
         return found
 
     def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return boxed tensors to read this rank's slices of ``saved`` states into.
+        """Return boxed tensors to read this rank's slices of ``saved`` states into; replicated states are left out.
 
         Their memory is that of the states that ``load`` has replaced, where those are of the same kind.
         """
@@ -286,7 +286,7 @@ class ShardedState:
         held.update(_as_held(flat, record))
 
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` unless ``settings`` have this optimizer's class, block size, groups and parameters.
+        """Raise ``ValueError`` unless the saved class (else ``states``), block size and groups fit this optimizer.
 
         ``states``: the saved states by parameter and key, which are tried if the class isn't recorded.
         """

@@ -68,7 +68,7 @@ def ended_ranks(ranks: Sequence[int]) -> list[int]:
 
 
 def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object) -> LostRank | None:
-    """Return the error that names the ranks lost in ``what``; None if ``error`` is no broken connection.
+    """Return an error that names the ranks lost in ``what``, after up to a second; None: no connection is broken.
 
     None: ``error`` doesn't tell of a broken connection.
     """

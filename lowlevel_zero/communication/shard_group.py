@@ -139,7 +139,7 @@ class ShardGroup:
         return self.context.agreements
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
-        """Choose the backends that carry buffers. Communicates: all ranks call it.
+        """Choose the backends that carry buffers, and set them up with the other ranks. Communicates.
 
         If ``shared`` and all ranks are processes of one host, buffers on gloo travel through shared memory, unless
         ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit buffers in

@@ -63,7 +63,7 @@ def check_parameters(
     model: nn.Module | None = None,
     known: Mapping[Tensor, str] | None = None,
 ) -> None:
-    """Raise for the first parameter that can't be sharded, and if ``cpu_offload`` can't step the optimizer.
+    """Raise for the first parameter that can't be sharded, or for an optimizer that can't step on the host.
 
     Args:
         optimizer: has them in its groups.

@@ -125,7 +125,7 @@ class BadNumbers:
             self._judge(later.read(), later.step, at_hand=False)
 
     def _judge(self, norm: float, step: int, at_hand: bool) -> None:
-        """Count norms in a row that aren't finite; raise on all ranks if ``error_if_nonfinite``, else warn of some."""
+        """Count norms in a row that aren't finite; without a loss scale, raise if so asked, else warn of some."""
         good = math.isfinite(norm)
         self._in_a_row = 0 if good else self._in_a_row + 1
         if self._scaler is not None:

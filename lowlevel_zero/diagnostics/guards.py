@@ -85,7 +85,7 @@ class Guard:
             self._state.wake_up()
 
     def trouble(self) -> RuntimeError | None:
-        """Check param groups and parameters, and return the error that keeps this rank from stepping, or None."""
+        """List written parameters in ``edited``, and return the error that keeps this rank from stepping, or None."""
         self.edited = []
         try:
             if self._parameters.frozen:

@@ -123,7 +123,7 @@ def _may_change(value: object) -> bool:
 
 
 def _on_device(value: object) -> Iterator[Tensor]:
-    """Yield the small tensors of a setting that lie on a device."""
+    """Yield the small tensors on a device in a setting, which may be one or a list or tuple of values."""
     if isinstance(value, (tuple, list)):
         for each in value:
             yield from _on_device(each)

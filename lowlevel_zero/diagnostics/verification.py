@@ -92,7 +92,7 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
 
 
 def _where_values_differ(gathered: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
-    """Return the message for the first entry that differs between ranks, of which there is one."""
+    """Return an error message about the first entry that differs between ranks; there must be one."""
     for name, by_rank in gathered.items():
         expected = max(by_rank, key=by_rank.count)
         others = [rank for rank, value in zip(ranks, by_rank, strict=True) if value != expected]

@@ -158,7 +158,7 @@ def _edited(target: ShardedGradient) -> tuple[ShardedParameter, OptimizerGradien
 
 
 def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> Tensor:
-    """Return the elements of an argument beside this rank's slice of ``target``; gathers one split otherwise."""
+    """Return the part of an argument beside this rank's slice of ``target``. May finish reductions, or gather."""
     start, stop = record.split.span(record.rank)
     if is_sharded(value):
         if value.is_of_slice == target.is_of_slice and _is_split_alike(record, value):

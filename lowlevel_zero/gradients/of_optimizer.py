@@ -161,7 +161,7 @@ class OptimizerGradients:
 
     @contextmanager
     def _gathering(self, group: ShardGroup, gather: Callable[[], object]) -> Iterator[None]:
-        """Run a body that has one gather; if it fails before the gather, call ``gather`` for the other ranks."""
+        """Run a body that has one gather; if this rank alone fails between the agreement and it, call ``gather``."""
         begun = group.progress.begun[GATHER]
 
         def catch_up() -> None:

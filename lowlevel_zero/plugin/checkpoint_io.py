@@ -212,7 +212,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def _save_pieces(
         self, optimizer: BoostedOptimizer, checkpoint: str, names: tuple[str, str, str], size: int, use_async: bool
     ) -> None:
-        """Gather the optimizer's state on all ranks, and write it on the master in pieces. Communicates."""
+        """Gather the optimizer's state on all ranks, and write it on the master as a folder of pieces. Communicates."""
         pieces = optimizer.state_dict_shard(size, {} if use_async else None, only_on_master=True)
         with all_or_none("save its optimizer"):
             try:

@@ -138,7 +138,7 @@ def warn_of_lost_states(group: ShardGroup, names: Sequence[str]) -> None:
 def check_class(
     optim: Optimizer, saved: str | None, param_groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]
 ) -> None:
-    """Raise ``ValueError`` if the saved state is of another class than ``optim``; settings may differ.
+    """Raise ``ValueError`` if the saved state is of another class, or of an unknown one and a trial can't step it.
 
     Args:
         saved: the class's name; None: nobody has recorded it, as in plain torch's state dicts. Then a small optimizer

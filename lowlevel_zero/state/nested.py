@@ -14,7 +14,7 @@ _STANDS_FOR = "lowlevel_zero: tensor "  # stands in a list or dict in place of a
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Return ``state`` with tensors in lists and dicts moved to the top level, under names such as ``GG[0]``."""
+    """Return ``state`` with tensors in lists and dicts moved to the top level, and their names left in place."""
     found: State = {}
     for key, value in state.items():
         tensors: State = {}

@@ -164,7 +164,7 @@ class WholeState(NamedTuple):
         shards: Iterable[Mapping[Any, State]],
         extras: Mapping[str, Any],
     ) -> None:
-        """Load whole states that come in pieces, and keep only this rank's slices. Communicates: every rank calls it.
+        """Load whole states piece by piece, keeping this rank's slices; if one rank fails, none loads. Communicates.
 
         Any number of ranks may have saved them.
 

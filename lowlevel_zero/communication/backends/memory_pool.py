@@ -80,7 +80,7 @@ class Memory:
         self._top = _PAGE
 
     def connect(self, addresses: Sequence[Address], timeout: float) -> None:
-        """Map the memory of the other processes of this host, and open their pipes; ``addresses`` are in rank order.
+        """Map the shared memory of this host's other ranks, and open their pipes; raise if one can't be reached.
 
         Raises:
             OSError, ValueError: a peer's can't be reached from here.
