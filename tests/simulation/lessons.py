@@ -61,7 +61,9 @@ class Lesson:
         half: parameters are fp16.
         drops: with every other batch a rank leaves a layer out.
         overflows: with the second batch the gradients of the last rank do.
-        ranks: how many there are; of four, two each share a layer of experts.
+        ranks: how many there are.
+        experts: the last layer is one, of which the even and the odd ranks have one each.
+        levels: the ranks are in rows, which each hold all slices.
     """
 
     calls: Sequence[str] = TRAIN
@@ -73,11 +75,8 @@ class Lesson:
     drops: bool = False
     overflows: bool = False
     ranks: int = 2
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether the last layer is an expert, of which the even and the odd ranks have one each."""
-        return self.ranks == 4
+    experts: bool = False
+    levels: bool = False
 
 
 STAGE_2 = {"partition_grad": True, "reduce_bucket_size": 12}
@@ -123,7 +122,11 @@ LESSONS: dict[str, Lesson] = {
         carrier="memory",
     ),
     "one more group": Lesson(first=("add_param_group",), options={"overlap_allgather": True}),
-    "experts": Lesson(options=STAGE_2, ranks=4),
+    "experts": Lesson(options=STAGE_2, ranks=4, experts=True),
+    "two levels": Lesson(ranks=4, levels=True, carrier="memory"),
+    "whole parameters in two levels": Lesson(
+        options={"split": "parameters", "overlap_allgather": True, **STAGE_2}, carrier="nccl", ranks=4, levels=True
+    ),
     # A rank that fails before one of these calls leaves the others waiting in it.
     "others wait in modes": Lesson(
         ("train", "model(...)", "backward", "eval", "train", "step", "eval", "zero_grad"),

@@ -86,7 +86,8 @@ class Training:
         self._optimizer: LowLevelZeroOptimizer | None = None
         self._loss: Tensor | None = None
         self._state: dict[str, Any] = {}
-        self._experts = _group_of_experts(rank) if lesson.has_experts else None
+        self._experts = _group_of_experts(rank) if lesson.experts else None
+        self._levels = _levels(rank) if lesson.levels else None
         self._batch = self._number = self._loads = self._saved_at = 0
         self.diary = diary
 
@@ -175,6 +176,8 @@ class Training:
         options: dict[str, Any] = {"stall_timeout": 0.0, **self._lesson.options}
         if self._experts is not None:
             options["pg_to_param_list"] = {self._experts: list(self._model.c.parameters())}
+        if self._levels is not None:
+            options |= {"dp_process_group": self._levels, "hybrid_shard": True}
         self._optimizer = LowLevelZeroOptimizer(plain, model=self._model, **grouped(options))
 
     def add_param_group(self) -> None:
@@ -279,6 +282,13 @@ def _group_of_experts(rank: int) -> dist.ProcessGroup:
     """Return the group of the even or of the odd ranks, which share an expert; all four ranks make both."""
     groups = [dist.new_group([half, half + 2]) for half in range(2)]
     return groups[rank % 2]
+
+
+def _levels(rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return this rank's column and its row, of two by two ranks."""
+    columns = [dist.new_group([at, at + 2]) for at in range(2)]
+    rows = [dist.new_group([at, at + 1]) for at in (0, 2)]
+    return columns[rank % 2], rows[rank // 2]
 
 
 def _copied(tensor: Tensor) -> Tensor:
