@@ -251,7 +251,7 @@ class BucketStore:
     # ---- filling ----
 
     def open_sync(self, plan: BucketPlan | None, expected: Collection[int] | None = None) -> None:
-        """Open a sync of the ``expected`` gradients, in ``plan``'s buckets, or in those that ``follow`` makes."""
+        """Open a sync of the ``expected`` gradients; ``plan`` gives its buckets, or else ``follow`` does later."""
         self._bucket_of: list[Bucket | None] | None = None
         self.waiting: deque[Bucket] = deque()
         self.expected = expected

@@ -98,22 +98,9 @@ class ShardedParameter:
     # Every step looks at each record: so it lies in two or three lines of cache, where a dict would take several more.
     __slots__ = (
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
-        *(
-            "index",
-            "is_empty",
-            "short",
-            "stepped",
-            "version",
-            "slice_version",
-            "address",
-            "row",
-            "rows",
-            "group",
-            "fp8",
-            "split",
-        ),
+        *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
-        *("waiting", "saved_master", "__weakref__"),
+        *("waiting", "saved_master", "slice_version", "__weakref__"),
     )
 
     def __init__(

@@ -55,8 +55,7 @@ class OptimizerGradients:
                 "experts of its own, whose norms others don't see: call optimizer.clip_grad_norm_ or "
                 "lowlevel_zero.clip_grad_norm_, which count all of them"
             )
-        edited = any(record.slice_is_edited for record in records)
-        if edited or not self._finished or self._known_at != self.versions or norm_type not in self._known:
+        if not self._is_finished(records) or self._known_at != self.versions or norm_type not in self._known:
             (group,) = self._groups
             with self._gathering(self._group, lambda: self._together(self._zeros(len(group.records)), norm_type)):
                 without = [record for record in group.records if record.p.grad is None]
@@ -102,7 +101,7 @@ class OptimizerGradients:
 
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
         """Finish reductions, and yield each shard group with the records that have a gradient. Communicates."""
-        if not self._finished or any(record.slice_is_edited for record in records):
+        if not self._is_finished(records):
             self._calls.finish_gradients_for("edit p.grad")
         for each in self._groups:
             some = [record for record in records if record.shard_group == each.number and record.worked]
@@ -191,10 +190,9 @@ class OptimizerGradients:
         double = any(torch.float64 in (record.p.dtype, record.communication_dtype) for record in records)
         return torch.float64 if double else torch.float32
 
-    @property
-    def _finished(self) -> bool:
-        """Return whether no gradient has come since all ranks finished their reductions together."""
-        return self._state.phase is Phase.COMPLETE
+    def _is_finished(self, records: Iterable[ShardedParameter]) -> bool:
+        """Return whether no gradient has come, or been assigned to a slice, since the ranks finished reductions."""
+        return self._state.phase is Phase.COMPLETE and not any(record.slice_is_edited for record in records)
 
     @property
     def versions(self) -> tuple[int, ...]:
