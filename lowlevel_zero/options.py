@@ -154,7 +154,7 @@ class Communication:
 
     bucket_size: int | None = option(
         None,
-        "elements in a communication bucket; None: 12 * 2**20 on a GPU; on a CPU 2**20 through shared memory, else the "
+        "elements in a communication bucket; None: 40 * 2**20 on a GPU; on a CPU 2**20 through shared memory, else the "
         "larger of 2**22 and 2**21 times the ranks.",
         _ELEMENTS,
         keyword="reduce_bucket_size",

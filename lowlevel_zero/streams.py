@@ -102,8 +102,9 @@ class DeviceStreams(Streams):
 
     def __init__(self, device: torch.device, api: Any) -> None:
         self._device = device
+        self._number = device if device.index is None else device.index  # which torch looks up in a third of the time
         self._api = api
-        self._home = api.current_stream(device)
+        self._home = self.current()
         self._beside: Any = None
         self._keeping: list[object] | None = None  # used by the body of ``beside`` that runs now
         self._kept: deque[tuple[Any, list[object]]] = deque()  # used by earlier bodies, with events at their ends
@@ -202,7 +203,7 @@ class DeviceStreams(Streams):
 
     def current(self) -> Any:
         """Return the device's current stream, whichever device is the current one."""
-        return self._api.current_stream(self._device)
+        return self._api.current_stream(self._number)
 
 
 class _DeviceMark(Mark):

@@ -292,7 +292,7 @@ def test_buckets_are_larger_on_a_gpu_unless_they_were_chosen(monkeypatch: pytest
         group = ShardGroup()
         return [group.bucket_size(torch.device(kind)) for kind in ("cpu", "cuda")]
 
-    assert run_ranks(sizes, 1) == [[2**20, 12 * 2**20]]
+    assert run_ranks(sizes, 1) == [[2**20, 40 * 2**20]]
 
     def work(rank: int, world_size: int) -> int:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
