@@ -127,9 +127,9 @@ class HybridGroup(ShardGroup):
         across = 2 * (self._outer.size - 1) * self._rows["reduce"] // self._outer.size
         return {**sent, "reduce": sent["reduce"] + across, "reduce_outer": across, "gather_outer": 0}
 
-    def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
-        """Broadcast the first row's values across rows, and then the first rank's within rows. Communicates."""
-        run_each(partial(level.broadcast, tensors, by_way_of) for level in (self._outer, self._inner))
+    def _spread(self, carried: Sequence[Tensor]) -> None:
+        """Broadcast the first row's bytes across rows, and then the first rank's within rows. Communicates."""
+        run_each(partial(level.spread, carried) for level in (self._outer, self._inner))
 
     def held(self) -> list[Tensor]:
         """Return the memory held for buffers within a row and across rows."""

@@ -299,30 +299,43 @@ class ShardGroup:
         """
         return self.progress.start(NORM, None, (value,), self.backend(value.device).sum, value)
 
-    def broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
-        """Overwrite ``tensors`` with rank 0's values, in a few large messages. Communicates.
+    def carriers(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Return each tensor that has elements with its bytes, for ``broadcast``. Doesn't communicate.
 
-        Those on devices that the group doesn't serve travel by way of one that it does, this rank's own. On a device
-        they are the first collective of the group that carries buffers: now all ranks are sure to come, as they have
-        to when NCCL begins; the first reduction may be started by one that runs a backward alone.
+        The bytes are the tensor's own where the group carries its device. Else they are a copy: on the host if it is
+        gloo that would carry them from the tensor's device, or on ``by_way_of``, a device that the group serves.
         """
-        if self.has_others:
-            spread = partial(self._broadcast, [tensor.detach() for tensor in tensors if tensor.numel()], by_way_of)
-            self.progress.start(BROADCAST, None, tensors, Work, spread).wait()
-
-    def _broadcast(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> None:
-        """Broadcast the bytes of ``tensors`` from rank 0, and copy back what had to travel on another device."""
         on_gloo = cache(self.on_gloo)  # asked for each of thousands of tensors
-        carried = []
-        for tensor in tensors:
-            served = tensor.device if tensor.device.type in self.device_types else by_way_of
-            carried.append(as_bytes(tensor).to(_HOST if on_gloo(tensor.device) else served))
+        pairs = []
+        for tensor in tensors if self.has_others else ():
+            if tensor.numel():
+                served = tensor.device if tensor.device.type in self.device_types else by_way_of
+                where = _HOST if on_gloo(tensor.device) else served
+                pairs.append((tensor.detach(), as_bytes(tensor.detach()).to(where)))
+        return pairs
+
+    def broadcast(self, carried: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Overwrite tensors, given with their ``carriers``, with rank 0's, in a few large messages. Communicates.
+
+        On a device they are the first collective of the group that carries buffers: now all ranks are sure to come, as
+        they have to when NCCL begins; the first reduction may be started by one that runs a backward alone.
+        """
+        self.spread([data for _, data in carried])
+        for tensor, data in carried:
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+    def spread(self, carried: Sequence[Tensor]) -> None:
+        """Overwrite tensors of bytes with rank 0's. Communicates."""
+        if carried and self.has_others:
+            self.progress.start(BROADCAST, None, carried, Work, partial(self._spread, carried)).wait()
+
+    def _spread(self, carried: Sequence[Tensor]) -> None:
+        """Broadcast tensors of bytes by the groups that carry their devices. Communicates."""
+        on_gloo = cache(self.on_gloo)
         for group, by_gloo in ((self.group, True), (self._data(), False)):
             if share := [data for data in carried if on_gloo(data.device) is by_gloo]:
                 dist._broadcast_coalesced(group, share, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
-        for tensor, data in zip(tensors, carried, strict=True):
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of every rank's ``values``, on the host. Communicates.

@@ -190,6 +190,7 @@ def shard(
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
         sharding = Sharding(optimizer, parameters, options, names, choices, slice_multiple(optimizer))
         sharding.include_untrained(model)
+        sharding.prepare_broadcast()  # a rank that fails later would leave others waiting
     with together(parameters.shard_groups[0], doing):
         sharding.broadcast_initial_values()
     return sharding

@@ -108,17 +108,22 @@ class Sharding:
             if start < stop and at >= 0 and left[at][1] > start:
                 yield left[at][2]
 
+    def prepare_broadcast(self) -> None:
+        """Make what carries parameters, buffers and states between ranks. Doesn't communicate."""
+        device = (self._records or self._parameters.records)[0].padded.device
+        shares = zip(self._parameters.shard_groups, self._alike, strict=True)
+        self._carried = [ranks.carriers(tensors, device) for ranks, tensors in shares]
+
     @torch.no_grad()
     def broadcast_initial_values(self) -> None:
         """Broadcast parameters, buffers and states from the first rank that shares them. Communicates.
 
         Where it fails in one shard group, the broadcasts of the others are run all the same, since their ranks wait.
         """
-        device = (self._records or self._parameters.records)[0].padded.device
-        shares = zip(self._parameters.shard_groups, self._alike, strict=True)
-        run_each(partial(ranks.broadcast, tensors, device) for ranks, tensors in shares)
-        for tensors in self._alike:
-            tensors.clear()
+        shares = zip(self._parameters.shard_groups, self._carried, strict=True)
+        run_each(partial(ranks.broadcast, carried) for ranks, carried in shares)
+        self._alike.clear()
+        self._carried.clear()
 
     @torch.no_grad()
     def take_slices(self) -> None:

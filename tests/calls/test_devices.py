@@ -48,8 +48,8 @@ class Device:
 
         self.Event = Event
 
-    def current_stream(self, device: torch.device | None = None) -> Line:
-        return self.lines[CURRENT if device is None else device]
+    def current_stream(self, device: int = CURRENT.index) -> Line:
+        return next(line for at, line in self.lines.items() if at.index == device)
 
     @contextmanager
     def stream(self, line: Line) -> Iterator[None]:
@@ -117,7 +117,7 @@ def test_what_a_group_does_not_serve_travels_by_way_of_this_rank_s_own_device(mo
         monkeypatch.setattr(Tensor, "copy_", lambda tensor, _: tensor)  # there is nothing to come back
         group = ShardGroup()
         group.device_types.clear()
-        group.broadcast([torch.zeros(3)], torch.device("meta"))
+        group.broadcast(group.carriers([torch.zeros(3)], torch.device("meta")))
         return moved
 
     assert run_ranks(work, 2) == [["meta"]] * 2

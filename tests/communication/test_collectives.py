@@ -207,7 +207,8 @@ def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard_group, "_MESSAGE_BYTES", batch_bytes)
             tensors = assorted(rank)
-            ShardGroup().broadcast(tensors, torch.device("cpu"))
+            group = ShardGroup()
+            group.broadcast(group.carriers(tensors, torch.device("cpu")))
             return [(tensor, tensor.stride()) for tensor in tensors]
 
     for (batch_bytes,), ran in run_cases(broadcast, world_size, [(1,), (40,), (2**20,)]):

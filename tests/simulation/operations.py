@@ -28,7 +28,7 @@ from .outcome import InjectedFault
 
 _PACKAGE, _BENEATH = "lowlevel_zero.", ("torch.", "contextlib")
 _TORCHS_OBJECTS = "torch.distributed.distributed_c10d"  # gathered and scattered, as a checkpoint's plans are
-_PACKS_BROADCAST = "_broadcast", torch.ops.aten.cat.default
+_PACKS_BROADCAST = "_spread", torch.ops.aten.cat.default
 # Functions that make messages of a few bytes, by module, and kinds of collectives that carry them.
 _FEW = {
     "lowlevel_zero.checkpoint.storage": {"_gather", "_outcome"},

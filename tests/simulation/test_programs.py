@@ -29,6 +29,7 @@ def test_what_went_wrong_before(name: str, carrier: Carrier) -> None:
 OVERLAPS = Part(options=(("overlap_allgather", True),))  # norms are judged a step later
 WHOLE = Part((Weight(), Weight((7,))), ((0,), (1,)), options=(("partition_grad", True), ("split", "parameters")))
 EXPERTS = Part((Weight(), Weight(expert=True)))
+FROZEN = Part((Weight(), Weight((2, 3), role="frozen", transposed=True)), ((0,), (0, 1)))  # sent from a copy
 REFUSES = Part(options=(("error_if_nonfinite", True),))  # on all ranks, by the norm that some of them can't read
 NEVER = 10**6  # as many operations no program has
 
@@ -45,10 +46,11 @@ FAILING: dict[str, tuple[Program, str]] = {
     "looks for a parameter that isn't finite": (_failing("nan", "step"), "_first_of"),
     "looks at the norm of the step before": (_failing("nan", "step", "step", part=OVERLAPS), "norm"),
     "reduces buckets to their owners": (_failing("backward", "step", part=WHOLE, carrier="nccl"), "reduce"),
-    "broadcasts, before experts are": (_failing("backward", part=EXPERTS, ranks=4, carrier="nccl"), "_broadcast"),
+    "copies what it broadcasts": (_failing("backward", part=FROZEN), "as_bytes"),
+    "broadcasts, before experts are": (_failing("backward", part=EXPERTS, ranks=4, carrier="nccl"), "_spread"),
     "broadcasts, before others within a row": (
         _failing("backward", part=Part(levels="inner"), ranks=4, carrier="nccl"),
-        "_broadcast",
+        "_spread",
     ),
     "verifies": (_failing("backward", "verify", "step", part=replace(WHOLE, options=())), "sum_rows"),
     "gathers what is verified": (_failing("backward", "step", "verify", part=OVERLAPS), "unpack_theirs"),
