@@ -137,8 +137,8 @@ def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
         with together(ranks, _GIVE) as lines:
             _check_trained(own, store.by_shard_group[number])
             lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]
-        with torch.no_grad():
-            ranks.broadcast([distinct(each.detach()) for each in buffers], optimizer.device)
+            carried = ranks.carriers([distinct(each.detach()) for each in buffers], optimizer.device)
+        ranks.broadcast(carried)
 
 
 def _check_trained(names: Mapping[Tensor, str], records: Sequence[ShardedParameter]) -> None:
