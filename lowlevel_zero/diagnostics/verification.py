@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,8 @@ from torch.distributed import get_process_group_ranks
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
-from ..communication.agreement import Alike, first_difference, raised_by_all
-from ..communication.failed_ranks import listed_ranks
+from ..communication.agreement import Alike, first_difference, raised_by_all, together
+from ..communication.failed_ranks import listed_ranks, run_each
 from ..communication.shard_group import ShardGroup
 
 # Elements that are multiplied at a time. Each product takes 8 bytes.
@@ -20,6 +22,7 @@ _CHUNK = 2**20
 # An odd factor, so that multiplying modulo 2**64 loses nothing: one flipped bit, or two, always change the sum.
 _FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.int8, 2: torch.int16}
+_COMPARE = "compare its parameters"
 _MODEL = Alike("the same tensors of the model", "replace, add and remove modules alike on all ranks")
 
 
@@ -38,11 +41,15 @@ def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Modul
     by_group: list[dict[Tensor, str]] = [{} for _ in parameters.shard_groups]
     for each, name in names.items():
         by_group[parameters.shard_group_of(each)][each] = name
-    differences = list(map(difference, by_group, parameters.shard_groups))
-    found = next((each for each in differences if each is not None), None)
-    if ranks.all_reduce_max([found is not None])[0]:
-        text = next(text for text in ranks.all_gather_object(found) if text is not None)
-        raise raised_by_all(RuntimeError(text), ranks)
+    with together(ranks, _COMPARE):  # ranks of one group don't know what came of another's
+        run_each(map(partial, repeat(_compare), by_group, parameters.shard_groups))
+
+
+def _compare(names: Mapping[Tensor, str], group: ShardGroup) -> None:
+    """Raise ``RuntimeError`` on all ranks of ``group`` if a tensor differs between them. Communicates."""
+    found = difference(names, group)
+    if found is not None:
+        raise raised_by_all(RuntimeError(found), group)
 
 
 def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
@@ -51,27 +58,19 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     Raises:
         Exception: this rank could not read a tensor; if another rank could not, a ``RuntimeError`` names it.
     """
-    error: Exception | None = None
-    sums: list[int] = []
-    try:
+    with together(group, _COMPARE):
         sums = _read([checksum(each) for each in names])
-    except Exception as raised:  # of whatever type: the others compare
-        error = raised
     digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
-    alike = [0, digest, -digest]
-    if group.all_reduce_max([error is not None, *alike[1:]]) == alike:
+    alike = [digest, -digest]
+    if group.all_reduce_max(alike) == alike:
         return None
-    told = group.all_gather_object((list(names.values()), sums, None if error is None else repr(error)))
+    told = group.all_gather_object((list(names.values()), sums))
     ranks = get_process_group_ranks(group.group)
-    failed = ((rank, text) for rank, (*_, text) in zip(ranks, told, strict=True) if text is not None)
-    for rank, text in failed:
-        raise raised_by_all(error or RuntimeError(f"rank {rank} could not compare its parameters: {text}"), group)
-    by_rank = [own for own, *_ in told]
+    by_rank = [own for own, _ in told]
     if len(set(map(len, by_rank))) > 1:
         return first_difference(by_rank, ranks, _MODEL)
-    return _where_values_differ(
-        dict(zip(names.values(), zip(*(sums for _, sums, _ in told), strict=True), strict=True)), ranks
-    )
+    values = zip(*(sums for _, sums in told), strict=True)
+    return _where_values_differ(dict(zip(names.values(), values, strict=True)), ranks)
 
 
 def checksum(tensor: Tensor) -> Tensor:
