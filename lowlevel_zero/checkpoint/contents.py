@@ -98,7 +98,6 @@ class Contents:
 
     Attributes:
         optimizers: by name.
-        differs: whether ranks have different parameters or states, so that ``meet`` communicates.
         entries: this rank's parameters and persistent buffers by their first names.
         saved: every rank's, as a manifest describes them, those that are left out too.
         tied: every rank's other names of tensors that have several.
@@ -113,15 +112,12 @@ class Contents:
     """
 
     def __init__(self, model: nn.Module, optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> None:
-        for each in optimizers.values():
-            each.finish_gathers()
+        self.states_of = {name: ShardedState(optimizer) for name, optimizer in optimizers.items()}
         self.optimizers = optimizers
         first = next(iter(optimizers.values()))
         self.group = first.shard_group
         apart = (group for each in optimizers.values() for group in each.sharded_parameters.shard_groups[1:])
         self.groups = [self.group, *{group.group: group for group in apart}.values()]
-        records = (record for each in optimizers.values() for record in each.sharded_parameters)
-        self.differs = len(self.groups) > 1 or any(record.split.owner is not None for record in records)
         self.entries: dict[str, Entry] = {}
         self.tied: dict[str, str] = {}
         number_of = self._enter(model)
@@ -163,7 +159,7 @@ class Contents:
         return number_of
 
     def meet(self, doing: str, exclude_frozen: bool = False) -> None:
-        """Learn the names of other ranks' experts. Communicates if the model has experts: every rank calls it.
+        """Learn the names of other ranks' experts, and their states. Communicates: every rank calls it.
 
         Args:
             doing: the call in words, as ``agree`` takes it.
@@ -178,7 +174,8 @@ class Contents:
         self.experts = names.experts
         self.entries, self._stateful = names.of(self.entries), names.of(self._stateful)
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
-        self.states_of = {name: ShardedState(optimizer, name_of) for name, optimizer in self.optimizers.items()}
+        for each in self.states_of.values():
+            each.meet(name_of)
         self.saved, self.tied, self.extra_states = of_all_ranks(
             self.groups,
             names.of(self._number_of),

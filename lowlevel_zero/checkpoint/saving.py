@@ -101,13 +101,9 @@ def save_checkpoint(
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [names_text(optimizers, "optimizer"), *contents.lines()]
         saving = Saving(target)
-        if not contents.differs:
-            contents.meet(doing, exclude_frozen)
-            share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
-    if contents.differs:
-        contents.meet(doing, exclude_frozen)
-        with together(group, doing) as lines:
-            share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
+    contents.meet(doing, exclude_frozen)
+    with together(group, doing) as lines:
+        share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
     _tell_untrained(contents)
     run = run_of(group, optimizers)
     contents.add_experts(share)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn import Parameter
 from ..bookkeeping.module_names import named_tensors
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import together
+from ..communication.failed_ranks import run_each
+from ..communication.shard_group import ShardGroup
 from ..construction.sharding import distinct
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.global_names import GlobalNames
@@ -71,7 +74,7 @@ class Sharded(Stateful):
             ValueError: a state's name has a dot in it, or the model has another parameter of a trained one's name.
         """
         _share_buffers(self.optimizer)
-        sharded = ShardedState(self.optimizer, _names(self.optimizer))
+        sharded = _state_of(self.optimizer)
         with together(self.optimizer.shard_group, _GIVE):
             fp8 = self.optimizer.options.communication.fp8
             settings = {**sharded.settings(), "present": sharded.present, FP8: fp8}
@@ -90,7 +93,7 @@ class Sharded(Stateful):
         Raises (on all ranks; nothing has been changed then):
             ValueError: it is of another class, or of other parameters, shapes or groups.
         """
-        sharded = ShardedState(self.optimizer, _names(self.optimizer))
+        sharded = _state_of(self.optimizer)
         with all_or_nothing(self.optimizer.shard_group, "load the state of its optimizer") as undo:
             self.optimizer.step_state.wake_up()
             settings = self._settings(state_dict["param_groups"])
@@ -126,22 +129,39 @@ class Sharded(Stateful):
         return {**plain, FP8: False, **own, "param_groups": named}
 
 
+def _state_of(optimizer: LowLevelZeroOptimizer) -> ShardedState:
+    """Return the state of an optimizer, of which all ranks have learnt. Communicates."""
+    with together(optimizer.shard_group, _GIVE):
+        state = ShardedState(optimizer)
+    state.meet(_names(optimizer))
+    return state
+
+
 def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
     """Check that ranks have the same persistent buffers, and broadcast them from the first of them. Communicates."""
     tensors = () if optimizer.model is None else named_tensors(optimizer.model, persistent=True)
     names = {tensor: name for name, tensor in tensors}
     store = optimizer.sharded_parameters
-    for number, ranks in enumerate(store.shard_groups):
-        own = {each: name for each, name in names.items() if store.shard_group_of(each) == number}
-        buffers = {each: name for each, name in own.items() if not isinstance(each, Parameter)}
-        with together(ranks, _GIVE) as lines:
-            _check_trained(own, store.by_shard_group[number])
-            lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]
-            carried = ranks.carriers([distinct(each.detach()) for each in buffers], optimizer.device)
-        ranks.broadcast(carried)
+    by_group: list[dict[Tensor, str]] = [{} for _ in store.shard_groups]
+    for each, name in names.items():
+        by_group[store.shard_group_of(each)][each] = name
+    with together(optimizer.shard_group, _GIVE):
+        _check_trained(names, store)
+    with together(optimizer.shard_group, _GIVE):  # ranks of one group don't know what came of another's
+        shares = zip(store.shard_groups, by_group, strict=True)
+        run_each(partial(_share, ranks, own, optimizer.device) for ranks, own in shares)
 
 
-def _check_trained(names: Mapping[Tensor, str], records: Sequence[ShardedParameter]) -> None:
+def _share(ranks: ShardGroup, names: Mapping[Tensor, str], device: torch.device) -> None:
+    """Broadcast the buffers among ``names`` from the first rank of ``ranks``, on which they are alike. Communicates."""
+    buffers = {each: name for each, name in names.items() if not isinstance(each, Parameter)}
+    with together(ranks, _GIVE) as lines:
+        lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]
+        carried = ranks.carriers([distinct(each.detach()) for each in buffers], device)
+    ranks.broadcast(carried)
+
+
+def _check_trained(names: Mapping[Tensor, str], records: Iterable[ShardedParameter]) -> None:
     """Raise ``ValueError`` if the model has a different parameter under the name of a trained one."""
     trained = {record.name: record.p for record in records}
     for tensor, name in names.items():

@@ -75,39 +75,47 @@ class ShardedState:
     taught), ``other_plans`` (those of groups of experts) and ``states`` (those that aren't tensors). They are the same
     on all ranks, and tell of all ranks' experts; tensors are this rank's alone.
 
-    When it is made, gathers are over, and masters follow what others wrote into parameters. It communicates then, where
-    there are several shard groups: all ranks make it together.
+    When it is made, gathers are over, and masters follow what others wrote into parameters. Before it is used, ``meet``
+    is called, on all ranks.
 
     Args:
         optimizer: the optimizer.
-        names: global ones, of all parameters of the groups, frozen ones included.
 
     Attributes:
         present: the names of the states that are tensors, masters among them, of all ranks' parameters that have some.
     """
 
-    def __init__(self, optimizer: LowLevelZeroOptimizer, names: Mapping[Tensor, str]) -> None:
+    def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
         optimizer.finish_gathers()
         follow_edits(optimizer.sharded_parameters)
         self._optimizer = optimizer
         self._optim = optimizer.optim
-        self._records = {names[record.p]: record for record in optimizer.sharded_parameters}
-        store = optimizer.sharded_parameters
+        self._former: dict[ShardedParameter, State] = {}
+        by_group = optimizer.sharded_parameters.by_shard_group
+        self._states = [{record: self._own_state(record) for record in records} for records in by_group]
+
+    def meet(self, names: Mapping[Tensor, str]) -> None:
+        """Learn of other ranks' states. Communicates where ranks have states of their own: all ranks call it.
+
+        ``names``: global ones, of all parameters of the groups, frozen ones included.
+        """
+        store = self._optimizer.sharded_parameters
+        self._records = {names[record.p]: record for record in store}
         present: dict[str, list[str]] = {}
         others: dict[str, State] = {}
         told: dict[ShardedParameter, State] = {}
-        for records, group in zip(store.by_shard_group, store.shard_groups, strict=True):
-            told.update(told_states(records, group, self._own_state))
+        for own, group in zip(self._states, store.shard_groups, strict=True):
+            told.update(told_states(own, group))
+        self._states.clear()  # a load replaces them
         for name, record in self._records.items():
             state = told[record]
             present[name] = [key for key, value in state.items() if isinstance(value, Tensor)]
             others[name] = {key: value for key, value in state.items() if key not in present[name]}
-        self._former: dict[ShardedParameter, State] = {}
         self._told = {record: state for record, state in told.items() if not record.owns_some}
         number_of = {name: record.shard_group for name, record in self._records.items()}
         self.present, self._others = of_all_ranks(store.shard_groups, number_of, present, others)
         held = [[(names[p], store.shard_group_of(p)) for p in members] for members in store.groups]
-        own_plans = [self._plan_of(group) for group in optimizer.sharded_groups if group.number]
+        own_plans = [self._plan_of(group) for group in self._optimizer.sharded_groups if group.number]
         gathered = from_all_ranks(store.shard_groups, ([[name for name, _ in members] for members in held], own_plans))
         plans = [plan for _, plans_of_rank in gathered for plan in plans_of_rank]
         self._other_plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,18 +89,16 @@ def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
 # ---- what owners tell the other ranks of ----
 
 
-def told_states(
-    records: Sequence[ShardedParameter], group: ShardGroup, state_of: Callable[[ShardedParameter], State]
-) -> dict[ShardedParameter, State]:
+def told_states(own: Mapping[ShardedParameter, State], group: ShardGroup) -> dict[ShardedParameter, State]:
     """Return each record's state; other ranks' owned ones as meta tensors. Communicates if one rank owns a parameter.
 
     Elsewhere tensors of an owner's state are on the meta device, but for numbers. Of an even split each rank has its
-    own.
+    ``own``.
     """
-    states = {record: state_of(record) for record in records}
+    states, records = dict(own), list(own)
     if any(record.split.owner is not None for record in records):
-        own = {record.index: states[record] for record in records if record.split.owner == group.rank}
-        for of_rank in group.all_gather_object(tree_map(_told, own)):
+        owned = {record.index: states[record] for record in records if record.split.owner == group.rank}
+        for of_rank in group.all_gather_object(tree_map(_told, owned)):
             for record in records:
                 if record.index in of_rank and not record.owns_some:
                     states[record] = of_rank[record.index]
@@ -181,7 +179,7 @@ def whole_states(
 
     Communicates: all ranks iterate to the end.
     """
-    told = told_states(records, group, lambda record: optim.state.get(record.p32, {}))
+    told = told_states({record: optim.state.get(record.p32, {}) for record in records}, group)
     values = [told[record].get(key) for record in records]
     sliced = [
         Slice(record, value)

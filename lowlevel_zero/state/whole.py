@@ -18,7 +18,8 @@ from ..bookkeeping.bucket_plan import PlanState
 from ..bookkeeping.module_names import parameter_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..communication.agreement import Alike, agree, together
+from ..communication.agreement import Alike, together
+from ..communication.failed_ranks import run_each
 from ..communication.shard_group import ShardGroup
 from ..loss_scaler import LossScaler, check_loss_scale
 from ..optim.quantised import flat_state
@@ -41,7 +42,7 @@ from .loading import (
 )
 from .values import Slice, is_slice, slice_state, told_states, whole_slices
 
-_DOING = "load a state dict"
+_GIVE, _DOING = "give its state dict", "load a state dict"
 _STATES = Alike(
     "the same states of the optimizer", "let a hook that adds some do so on every rank, or keep them somewhere else"
 )
@@ -110,11 +111,8 @@ class WholeState(NamedTuple):
         """
         optim, parameters = self.optim, self.parameters
         states: dict[ShardedParameter, State] = {}
-        for records, group in zip(parameters.by_shard_group, parameters.shard_groups, strict=True):
-            told = told_states(records, group, partial(own_state, optim))
-            lines = [line for record in records for line in _gathered_states(told[record], record)]
-            agree(group, lines, None, "give its state dict", _STATES)
-            states.update(told)
+        with together(parameters.shard_groups[0], _GIVE):  # ranks of one group don't know what came of another's
+            run_each(partial(self._find_states, number, states) for number in range(len(parameters.shard_groups)))
         places = _places(parameters)
         piece: dict[int, State] = {}
         held = 0.0
@@ -133,6 +131,14 @@ class WholeState(NamedTuple):
             held += size
         others = tree_map(_on_host, states_of_no_parameter(optim))
         yield piece | others, held
+
+    def _find_states(self, number: int, states: dict[ShardedParameter, State]) -> None:
+        """Add the states of one shard group's parameters to ``states``; raise where ranks differ. Communicates."""
+        records, group = self.parameters.by_shard_group[number], self.parameters.shard_groups[number]
+        with together(group, _GIVE, _STATES) as lines:
+            own = {record: own_state(self.optim, record) for record in records}
+            lines += [line for record in records for line in _sliced_states(own[record], record)]
+        states.update(told_states(own, group))
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state dict into slices, plain torch's or ``state_dict``'s. Communicates: every rank calls it.
@@ -218,9 +224,9 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
     return {p: place for place, p in enumerate(p for group in parameters.groups for p in group)}
 
 
-def _gathered_states(state: State, record: ShardedParameter) -> Iterator[str]:
-    """Yield a line for each state of a parameter that is sliced, for the ranks to compare."""
-    for key, value in state.items():
+def _sliced_states(state: State, record: ShardedParameter) -> Iterator[str]:
+    """Yield a line for each state that is cut evenly between ranks, for them to compare."""
+    for key, value in state.items() if record.split.owner is None else ():
         if is_slice(key, value, record):
             yield f"{key} of {record.common_name}, {value.dtype}"
 

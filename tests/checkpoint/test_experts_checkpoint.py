@@ -322,6 +322,46 @@ def test_what_modules_keep_themselves_buffers_and_tied_weights_are_each_ranks_ow
     assert run_ranks(rank, 2) == [[5, 5, [5.0] * 3], [5, 6, [6.0] * 3]]
 
 
+@pytest.mark.parametrize("call", ["state_dict", "Sharded"])
+def test_all_ranks_refuse_what_those_of_one_expert_refuse(call: str) -> None:
+    """Ranks that share another expert have seen nothing, and would go on without the others."""
+
+    def rank(rank: int, world_size: int) -> str:
+        model = nn.ModuleDict({"shared": nn.Linear(3, 2), "expert": nn.Linear(3, 2)})
+        model["expert"].register_buffer("more", torch.zeros(2))
+        near = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
+        experts = {near: list(model["expert"].parameters())}
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters()), experts, model=model)
+        if rank == 1:
+            model["expert"].more.data = torch.zeros(3)
+            weight = optimizer.optim.param_groups[0]["params"][2]
+            optimizer.optim.state[weight]["more"] = torch.zeros_like(weight)
+        try:
+            optimizer.state_dict() if call == "state_dict" else Sharded(optimizer).state_dict()
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return "went on"
+
+    ours, told, *others = run_ranks(rank, 4)
+    assert ours == told
+    assert "more" in ours
+    assert all("rank 0 could not give " in each for each in others), others
+
+
+def test_all_ranks_refuse_an_expert_that_one_has_replaced() -> None:
+    def rank(rank: int, world_size: int) -> str:
+        model, optimizer = counting(rank, 0, told=True)
+        if rank == 1:
+            model["expert"] = Counting(0)
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            Sharded(optimizer).state_dict()
+        return str(raised.value)
+
+    told, ours = run_ranks(rank, 2)
+    assert ours.startswith("expert.bias: expected the parameter that the optimizer trains")
+    assert ours in told
+
+
 def test_several_kinds_of_groups(tmp_path: Path) -> None:
     """One expert is shared by ranks two apart, the other by neighbours; both have one name on all ranks."""
 
