@@ -58,8 +58,8 @@ class PartReference:
         self.weights = self._whole(number)
         self.masters: dict[Key, nn.Parameter] = {}
         self.is_coarse = any(map(_is_coarse, program.parts if _passes_through(program) else [self.part]))
-        has_experts = any(weight.expert for weight in self.part.weights)
-        self.is_one_of_several = len(program.parts) > 1 or has_experts
+        self.has_experts = any(weight.expert for weight in self.part.weights)
+        self.is_one_of_several = len(program.parts) > 1 or self.has_experts
         self.joined = False
         self.scale = net.SCALE if self.part.half else 1.0
         self.norm: Tensor | None = None
@@ -124,6 +124,11 @@ class PartReference:
         self.edits_alone: list[list[Any]] = [[] for _ in range(self.ranks)]
         self.is_mixed = False  # gradients follow from weights that ranks have written each in its own way
         self.forget_drops()
+
+    @property
+    def fresh(self) -> list[bool]:
+        """Whether a rank has run a backward since the last agreement that it has to tell others of."""
+        return [bool(ways or local) for ways, local in zip(self.ways, self.local, strict=True)]
 
     def forget_drops(self) -> None:
         self.ways: list[list[str]] = [[] for _ in range(self.ranks)]
@@ -244,7 +249,8 @@ class PartReference:
         names, weights = {call.name for call in calls}, {call.at for call in calls}
         free = {"scale"} if edits_slices(self.program) else set()  # each rank's slice may have a number of its own
         if len(names) == len(weights) == 1 and names <= {*BY_NUMBERS} - free:
-            whole = [key for key in self.base if len(self.sharers(key)) == self.ranks]
+            may_be_lost = self.part.recomputed and any(self.frozen_slices)  # in a plain backward that was open then
+            whole = [key for key in self.base if len(self.sharers(key)) == self.ranks and not may_be_lost]
             self.edited_apart |= any(key[0] in weights or names == {"clip value"} for key in whole)
         self.edits_vary = self.is_mixed = True
 
