@@ -113,6 +113,8 @@ MADE_ONCE = [
                 "        self._verify",
                 "self._verify",
             ),
+            Change("diagnostics/verification.py", "with together(ranks, _COMPARE):", "if True:"),
+            Change("diagnostics/verification.py", "with together(group, _COMPARE):", "if True:"),
         ),
         34,
     ),
