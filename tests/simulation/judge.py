@@ -67,6 +67,9 @@ class Meeting(NamedTuple):
     of: int
 
 
+# What a rank is told that takes norms after fewer backwards than others.
+LATE = r"weights\.\d+: expected norms of p\.grad after the same backwards"
+
 # As the ranks agree on them where optimizers share the order of collectives.
 BACKWARD = "run a backward"
 WITHIN = "run a backward within another optimizer's"
@@ -321,7 +324,7 @@ class Judge:
     def _lose_late(self, here: dict[int, Entry], raised: list[int]) -> bool:
         """Whether ranks have fewer gradients than others, and lose what they have by norms of too few."""
         part = self.parts[here[0].call.of]
-        late = [rank for rank in raised if "norms of p.grad after the same backwards" in str(here[rank].error)]
+        late = [rank for rank in raised if re.match(LATE, here[rank].error.text)]
         goes_on = part.part.recomputed and any("plain" in ways for ways in part.ways)  # a backward, until the next call
         if not late or (part.aligned and not any(part.local) and not any(part.dropped_apart()) and not goes_on):
             return False

@@ -180,6 +180,8 @@ class PartReference:
         if not any(self.dropped) and not any(self.maybe_dropped):
             return False, any(self.untold)
         either = self._either()
+        if self.is_one_of_several and any("plain" in ways for ways in self.ways):  # which reduce at the next agreement
+            either = [{(key, when) for key, _ in own for when in range(len(self.ways[0]) + 1)} for own in either]
         must = any(
             drop not in either[rank]
             for dropped in self.dropped

@@ -24,6 +24,7 @@ from tests.simulation.world import simulate
 
 SLACK = 4.0  # how much more numbers may be off by where roundings grow
 OFF = 1e-4  # a part of the largest number, by which others may be off in fp32
+HALF_IN_BF16 = 0.5 * 2.0**-15  # a change by a rounding in fp32, which in bf16 would be half of a number
 ROUNDINGS = 20  # of a program, each of which may grow as one of its weights does
 
 
@@ -95,16 +96,19 @@ def told(seed: int, verdict: Verdict, options: str = "") -> str:
 def _has_grown(program: Program, outcome: Outcome[Log], batches: Batches) -> bool:
     """Whether numbers are wrong by roundings alone, which some programs make larger with each step.
 
-    Of rounding to bf16, the same program is right in fp32 then, and off by less than half of a number: a gradient that
-    is missing, or comes twice, is off by more. In fp32, and with fp16, whose loss scale belongs to the program, numbers
-    change as much where weights begin a rounding away; or a part as much, since the program rounds many times, and they
-    are off by little.
+    In fp32, numbers change as much where weights begin a rounding away; or a part as much, since a program rounds many
+    times, and they are off by little. So it is told of fp16, too, whose loss scale belongs to the program. With bf16,
+    the same program is right in fp32, and roundings of bf16 would grow to half of a number; or numbers are off by less
+    than that: a gradient that is missing, or comes twice, is off by more.
     """
     exact = program.in_fp32()
     if exact is None or exact == program:
         growth = _growth(program, outcome)
         return growth > OFF or (growth > OFF / ROUNDINGS and _is_close(program, outcome, batches))
-    return run(exact).failure is None and _is_close(program, outcome, batches)
+    of_exact = run(exact)
+    if of_exact.failure is not None:
+        return False
+    return _growth(exact, of_exact.outcome) > HALF_IN_BF16 or _is_close(program, outcome, batches)
 
 
 def _is_close(program: Program, outcome: Outcome[Log], batches: Batches) -> bool:
@@ -121,10 +125,11 @@ def _growth(program: Program, outcome: Outcome[Log]) -> float:
     if outcome.errors or other.errors or other.deadlock is not None:
         return 0.0
     changes = [
-        float((value - other_value).abs().max()) / (largest(value) + 0.1)
+        float((value.nan_to_num() - other_value.nan_to_num()).abs().max()) / (largest(value) + 0.1)
+        if value.numel()
+        else 0.0
         for rank, log in outcome.results.items()
         for value, other_value in zip(_numbers(log), _numbers(other.results[rank]), strict=True)
-        if value.numel()
     ]
     return max(changes, default=0.0)
 
