@@ -223,6 +223,15 @@ REGRESSIONS: dict[str, Program] = {
         ),
         schedule=6,
     ),
+    "ranks drop gradients before and after a backward whose sync is put off": _program(
+        [
+            *_both(BACKWARD, STEP, Call("plain")),
+            (BACKWARD, Call("model.zero_grad")),
+            (Call("model.zero_grad"), BACKWARD),
+            *_both(STEP),
+        ],
+        Part((Weight(), Weight()), ((0,),)),
+    ),
     "all ranks write a weight, and one of them writes it again": _program(
         [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
     ),
