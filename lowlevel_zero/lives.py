@@ -10,7 +10,8 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.distributed import get_process_group_ranks as ranks_of
 
-from .bookkeeping.sharded_parameter import ShardedParameter, hide_gradients
+from .bookkeeping.sharded_parameter import ShardedParameter
+from .bookkeeping.shown_gradients import hide_gradients
 from .communication.agreement import Call, together
 from .communication.shard_group import ShardGroup
 from .sharded_optimizer import ShardedOptimizer

@@ -35,7 +35,8 @@ from .bookkeeping.bucket_store import BucketStore
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.gradient_sync import GradientSyncs
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharded_parameter import ShardedParameter, hide_gradients
+from .bookkeeping.sharded_parameter import ShardedParameter
+from .bookkeeping.shown_gradients import hide_gradients
 from .bookkeeping.step_state import Damage, Phase, StepState, refuse_compiled
 from .bookkeeping.unused_parameters import UnusedParameters
 from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all

@@ -22,7 +22,8 @@ from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
-from .sharded_parameter import ShardedParameter, take_gradients
+from .sharded_parameter import ShardedParameter
+from .shown_gradients import take_gradients
 from .step_state import StepState
 
 # Called with the parameters of a bucket and its buffer, when the buffer is about to be reduced.

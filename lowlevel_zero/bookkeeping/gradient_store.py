@@ -11,7 +11,8 @@ from torch import Tensor
 from ..streams import Streams
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, BucketState, NewBucket
-from .sharded_parameter import Handle, ShardedParameter, clear_gradients, follow_edits, hide_gradients, retire_handles
+from .sharded_parameter import Handle, ShardedParameter, follow_edits
+from .shown_gradients import clear_gradients, hide_gradients, retire_handles
 from .step_state import StepState
 
 # It writes to a gradient ``g``.
