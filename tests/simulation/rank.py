@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_, clip_grad_value_
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
-from lowlevel_zero.layout.held import memory_held
+from lowlevel_zero.layout.held import memory_held, traffic_of
 from tests.simulation import net
 from tests.simulation.calls import (
     BACKWARDS,
@@ -247,8 +248,15 @@ class Rank:
 
     @torch.no_grad()
     def evaluate(self, entry: Entry) -> None:
-        """The number that comes out of the model, of a copy of it, or of its state dict."""
+        """The number that comes out of the model, of a copy of it, or of its state dict.
+
+        And what any rank may do by itself: ask for accounts, and step the wrapped optimizer, which is refused.
+        """
         call, model = entry.call, self.nets[entry.call.of]
+        memory_held(self.optimizers[call.of])
+        traffic_of(self.optimizers[call.of])
+        with pytest.raises(RuntimeError, match=r"that of the \w+ that it wraps"):
+            self.optimizers[call.of].optim.step()
         weights: Sequence[Tensor] = model.weights
         if self.program.schedule % 3 == 1:
             weights = copy.deepcopy(model).weights
