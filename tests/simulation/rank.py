@@ -183,8 +183,12 @@ class Rank:
         optimizer.step(lambda: optimizer.backward(self._loss(entry)))
 
     def zero_grad(self, entry: Entry) -> None:
-        optimizer = self.optimizers[entry.call.of]
-        optimizer.zero_grad(set_to_none=entry.call.name == "zero_grad")
+        optimizer, to_none = self.optimizers[entry.call.of], entry.call.name == "zero_grad"
+        gradients = [p.grad for p in self.nets[entry.call.of].weights] if to_none and self.program.schedule % 2 else []
+        optimizer.zero_grad(set_to_none=to_none)
+        for kept in filter(_is_sharded, gradients):
+            with pytest.raises(RuntimeError, match="kept"):
+                kept.norm()
         entry.held = memory_held(optimizer).gradients
 
     def clip(self, entry: Entry) -> None:
