@@ -353,7 +353,7 @@ class Reducer:
                     self._gradients.drop(dropped)
 
     def _syncs_so_far(self) -> int:
-        """Return the number of this step's syncs, with those that were put off until all ranks agree."""
+        """Return the number of syncs in this step, including syncs that were put off until all ranks agree."""
         return self._group.progress.micro_batch + len(self.syncs.put_off)
 
     def note_edit(self, what: str) -> None:

@@ -1,7 +1,7 @@
-"""What stands in ``p.grad`` and in ``.grad`` of slices: taken out to be packed, shown again, hidden, cleared.
+"""Functions on ``p.grad``: they take gradients out for packing, and show, hide and clear the sharded gradient.
 
-While a parameter has a ``g``, or its bucket is on its way, its handle stands there, the ``ShardedGradient``; a backward
-adds to it a plain gradient, which is told from it by identity.
+While a parameter has a ``g``, or its bucket is being reduced, ``p.grad`` is the parameter's handle, a
+``ShardedGradient``. A later backward puts a plain gradient in its place; the two are told apart by identity.
 """
 
 from __future__ import annotations

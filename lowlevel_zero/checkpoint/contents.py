@@ -159,7 +159,7 @@ class Contents:
         return number_of
 
     def meet(self, doing: str, exclude_frozen: bool = False) -> None:
-        """Learn the names of other ranks' experts, and their states. Communicates: every rank calls it.
+        """Exchange the names and states of experts between ranks. Communicates: every rank calls it.
 
         Args:
             doing: the call in words, as ``agree`` takes it.

@@ -130,7 +130,7 @@ class Sharded(Stateful):
 
 
 def _state_of(optimizer: LowLevelZeroOptimizer) -> ShardedState:
-    """Return the state of an optimizer, of which all ranks have learnt. Communicates."""
+    """Collect an optimizer's state, including what only some ranks have. Communicates."""
     with together(optimizer.shard_group, _GIVE):
         state = ShardedState(optimizer)
     state.meet(_names(optimizer))

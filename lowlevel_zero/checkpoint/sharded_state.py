@@ -95,7 +95,7 @@ class ShardedState:
         self._states = [{record: self._own_state(record) for record in records} for records in by_group]
 
     def meet(self, names: Mapping[Tensor, str]) -> None:
-        """Learn of other ranks' states. Communicates where ranks have states of their own: all ranks call it.
+        """Exchange states that only some ranks have. Communicates where there are such states: all ranks call it.
 
         ``names``: global ones, of all parameters of the groups, frozen ones included.
         """

@@ -315,7 +315,7 @@ class ShardGroup:
         return pairs
 
     def broadcast(self, carried: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Overwrite tensors, given with their ``carriers``, with rank 0's, in a few large messages. Communicates.
+        """Overwrite tensors with rank 0's values, by their bytes from ``carriers``. Communicates in large messages.
 
         On a device they are the first collective of the group that carries buffers: now all ranks are sure to come, as
         they have to when NCCL begins; the first reduction may be started by one that runs a backward alone.
@@ -326,12 +326,12 @@ class ShardGroup:
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def spread(self, carried: Sequence[Tensor]) -> None:
-        """Overwrite tensors of bytes with rank 0's. Communicates."""
+        """Overwrite byte tensors with rank 0's. Communicates."""
         if carried and self.has_others:
             self.progress.start(BROADCAST, None, carried, Work, partial(self._spread, carried)).wait()
 
     def _spread(self, carried: Sequence[Tensor]) -> None:
-        """Broadcast tensors of bytes by the groups that carry their devices. Communicates."""
+        """Broadcast byte tensors over the process groups that carry their devices. Communicates."""
         on_gloo = cache(self.on_gloo)
         for group, by_gloo in ((self.group, True), (self._data(), False)):
             if share := [data for data in carried if on_gloo(data.device) is by_gloo]:

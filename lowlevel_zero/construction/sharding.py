@@ -109,7 +109,7 @@ class Sharding:
                 yield left[at][2]
 
     def prepare_broadcast(self) -> None:
-        """Make what carries parameters, buffers and states between ranks. Doesn't communicate."""
+        """Prepare the bytes of parameters, buffers and states for their broadcast. Doesn't communicate."""
         device = (self._records or self._parameters.records)[0].padded.device
         shares = zip(self._parameters.shard_groups, self._alike, strict=True)
         self._carried = [ranks.carriers(tensors, device) for ranks, tensors in shares]
