@@ -2,6 +2,8 @@
 
 Each mistake of the table is made alone. The tests that should see it run first, and if none does the others, until
 one fails. A mistake that no test sees is a missing test; one whose text isn't found any more is an error of the table.
+
+``--simulated`` and ``--drawn`` show mistakes to seeds of simulated ranks instead: a table's, and random ones.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mutants import seeds
+from tests.mutants import drawn, seeds
 from tests.mutants.simulated import MISTAKES
 from tests.mutants.table import MUTANTS, Mutant
 
@@ -27,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 TREES = ("lowlevel_zero", "tests", "examples", "benchmarks", "docs")
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
+SEARCHED = 1000  # seeds for each mistake that is drawn
 FAILED = re.compile(r"^(?:SUB)?(?:FAILED|ERROR).*?(tests/.+?)(?: - .*)?$", flags=re.MULTILINE)
 
 
@@ -41,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if options.simulated:
         return _simulated(options)
+    if options.drawn:
+        return _drawn(options)
     chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.breaks} {mutant.file}"]
     lost = [f"{mutant.file}: found {found} times: {mutant.old!r}" for mutant in chosen if (found := count(mutant)) != 1]
     if lost:
@@ -71,12 +76,24 @@ def _simulated(options: argparse.Namespace) -> int:
     return 1 if unseen else 0
 
 
+def _drawn(options: argparse.Namespace) -> int:
+    """Make mistakes that nobody has written down, and tell which of them seeds of simulated ranks show."""
+    search = options.search or SEARCHED
+    mistakes = drawn.draw(ROOT / "lowlevel_zero", options.drawn, options.seed)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        survivors = drawn.table(mistakes, _copied(Path(folder)), search)
+    print(f"\n{len(mistakes) - survivors} of {len(mistakes)} were shown within {search} seeds")
+    return 0
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="mistakes in whose line or file this text is")
     parser.add_argument("--likely", action="store_true", help="run the tests alone that should see it, not all")
     parser.add_argument("--simulated", action="store_true", help="mistakes that seeds of simulated ranks must show")
-    parser.add_argument("--search", type=int, default=0, help="of these: look for the first of so many seeds")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="N random changes, for these seeds to show")
+    parser.add_argument("--seed", type=int, default=0, help="draws others of them")
+    parser.add_argument("--search", type=int, default=0, help="of both: look for the first of so many seeds")
     return parser.parse_args(arguments)
 
 

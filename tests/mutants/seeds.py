@@ -71,15 +71,18 @@ def _first_shown(mistake: Mistake, copy: Path, seeds: Sequence[int]) -> int | No
     left = list(seeds)
     while left:
         with made(mistake, copy / "lowlevel_zero"):
-            seed = _first_failing(copy, left)
-        if seed is None or _first_failing(copy, [seed]) is None:
+            seed = first_failing(copy, left)
+        if seed is None or first_failing(copy, [seed]) is None:
             return seed
         left = left[left.index(seed) + 1 :]
     return None
 
 
-def _first_failing(copy: Path, seeds: Sequence[int]) -> int | None:
+def first_failing(copy: Path, seeds: Sequence[int], timeout: float | None = None) -> int | None:
+    """Return the first seed that fails in a copy of the package, if one does; ``timeout``: seconds for all of them."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _FIRST, ",".join(map(str, seeds))]
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, check=True, timeout=timeout
+    )
     return int(done.stdout) if done.stdout else None
