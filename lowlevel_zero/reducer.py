@@ -344,17 +344,15 @@ class Reducer:
         dropped = self._gradients.with_sums(cleared, in_flight)
         if dropped:
             self._state.wake_up()
-            when = f"after backward {self._syncs_so_far()}"
+            when = f"after backward {self._group.progress.micro_batch}"
+            if self.syncs.put_off:  # their sums are still to come here, where other ranks may have dropped them
+                when += f" and {len(self.syncs.put_off)} pending"
             self._dropped += [(record.index, f"{record.name} {when}") for record in dropped]
             if in_flight:
                 in_flight[-1].dropped_next += dropped
             else:
                 with self._streams.beside():
                     self._gradients.drop(dropped)
-
-    def _syncs_so_far(self) -> int:
-        """Return the number of syncs in this step, including syncs that were put off until all ranks agree."""
-        return self._group.progress.micro_batch + len(self.syncs.put_off)
 
     def note_edit(self, what: str) -> None:
         """Note an edit of gradients, for the ranks to compare in their next call. Doesn't communicate."""
@@ -440,7 +438,7 @@ class Reducer:
             written = [(record.name, record.writes) for record in call.written if record.shard_group == self._number]
             edited = sorted(f"{what} ({times} times)" if times > 1 else what for what, times in self._edited.items())
         self.syncs.may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
-        syncs = self._syncs_so_far() + bool(leftovers)
+        syncs = self._group.progress.micro_batch + len(self.syncs.put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
         agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failure.words)
         self.syncs.may_be_alone = False

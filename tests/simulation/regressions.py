@@ -232,6 +232,18 @@ REGRESSIONS: dict[str, Program] = {
         ],
         Part((Weight(), Weight()), ((0,),)),
     ),
+    "ranks drop gradients behind a backward whose sync one of them has put off": replace(
+        _program(
+            [
+                *_both(BACKWARD, STEP, ZERO),
+                (BACKWARD, Call("plain")),
+                *_both(Call("nan"), Call("model.zero_grad"), Call("closure")),
+            ],
+            Part((Weight(), Weight()), ((0,),)),
+        ),
+        carrier="memory",
+        schedule=17002717,
+    ),
     "all ranks write a weight, and one of them writes it again": _program(
         [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
     ),
