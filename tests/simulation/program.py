@@ -9,7 +9,7 @@ from tests.simulation.outcome import Carrier, Fault
 
 NOTHING = -1  # in place of dropped layers: the loss touches no parameter
 ALL = 0
-NUDGE = 2.0**-23  # a rounding of fp32
+NUDGE, FP16_NUDGE = 2.0**-23, 2.0**-10  # roundings of fp32 and of fp16
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ class Program:
 
     def nudged(self) -> Program:
         """The same program, whose weights begin a rounding away."""
-        return replace(self, parts=tuple(replace(part, nudge=NUDGE) for part in self.parts))
+        nudge = FP16_NUDGE if self.in_fp32() is None else NUDGE
+        return replace(self, parts=tuple(replace(part, nudge=nudge) for part in self.parts))
 
     def with_rows(self, rows: list[Row]) -> Program:
         return replace(self, rows=tuple(rows))

@@ -404,6 +404,7 @@ class PartReference:
         other = PartReference(self.program, self.number)
         for key, p in self.weights.items():
             other.weights[key].copy_(p)
+            other.weights[key].requires_grad_(p.requires_grad)  # late ones that have joined the former optimizer
         for key, master in other.masters.items():
             master.copy_(self.weights[key])
         other.saved, other.kept = self.saved, self.kept
