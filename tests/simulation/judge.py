@@ -69,6 +69,8 @@ class Meeting(NamedTuple):
 
 # What a rank is told that takes norms after fewer backwards than others.
 LATE = r"weights\.\d+: expected norms of p\.grad after the same backwards"
+# And one whose p.grad is found to be cleared in the same call, since its slice's has been set to None.
+KEPT = r"weights\.\d+: expected p\.grad of the present step"
 
 # As the ranks agree on them where optimizers share the order of collectives.
 BACKWARD = "run a backward"
@@ -325,13 +327,15 @@ class Judge:
         """Whether ranks have fewer gradients than others, and lose what they have by norms of too few."""
         part = self.parts[here[0].call.of]
         late = [rank for rank in raised if re.match(LATE, here[rank].error.text)]
+        kept = [rank for rank in raised if part.slices_edited[rank] and re.match(KEPT, here[rank].error.text)]
         goes_on = part.part.recomputed and any("plain" in ways for ways in part.ways)  # a backward, until the next call
-        if not late or (part.aligned and not any(part.local) and not any(part.dropped_apart()) and not goes_on):
+        alike = part.aligned and not any(part.local) and not any(part.dropped_apart()) and not goes_on
+        if not kept and (alike or not late):
             return False
         part.finish()
         for rank in here:
             self._pass(rank)
-            part.ways[rank] += ["raised"] * (rank in late)
+            part.ways[rank] += ["raised"] * (rank in late + kept)
         return True
 
     def _run_backwards(self, here: dict[int, Entry]) -> None:
