@@ -27,6 +27,8 @@ SIZES = {
     "6m": Size(layers=8, width=256, heads=8, batch=1, context=16),
     "25m": Size(layers=8, width=512, heads=8, batch=2, context=64),
     "85m": Size(layers=12, width=768, heads=12, batch=2, context=64),
+    "85m-8k": Size(layers=12, width=768, heads=12, batch=8, context=1024),
+    "300m-8k": Size(layers=24, width=1024, heads=16, batch=8, context=1024),
     "1b": Size(layers=20, width=2048, heads=16, batch=1, context=64),
 }
 

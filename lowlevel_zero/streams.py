@@ -105,6 +105,8 @@ class DeviceStreams(Streams):
         self._number = device if device.index is None else device.index  # which torch looks up in a third of the time
         self._api = api
         self._home = self.current()
+        handle = getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
+        self._handle_of = None if device.index is None else handle  # takes a fifth of the time of ``current``
         self._beside: Any = None
         self._keeping: list[object] | None = None  # used by the body of ``beside`` that runs now
         self._kept: deque[tuple[Any, list[object]]] = deque()  # used by earlier bodies, with events at their ends
@@ -113,6 +115,8 @@ class DeviceStreams(Streams):
 
     def note_gradient_stream(self) -> None:
         """Note the current stream, for which home waits when it next works."""
+        if self._handle_of is not None and self._handle_of(self._number) == self._home.cuda_stream:
+            return
         stream = self.current()
         if stream != self._home:
             self._producers[stream] = None
