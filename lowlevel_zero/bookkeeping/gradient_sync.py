@@ -205,7 +205,10 @@ class GradientSyncs:
         return not self.may_be_alone
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction and add its sum, or zeros after an error, which a later call raises."""
+        """Wait for the oldest reduction, add its sum, or zeros after an error, and drop what was cleared meanwhile.
+
+        An error is raised by a later call: the other reductions are to end as they do on other ranks.
+        """
         bucket = self.buckets.in_flight.popleft()
         with self.buckets.streams.beside():
             try:
@@ -213,8 +216,11 @@ class GradientSyncs:
             except BaseException as error:
                 self._state.failure.defer(error)
                 self._gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
-            if bucket.dropped_next:
-                self._gradients.drop(bucket.dropped_next)
+            try:
+                if bucket.dropped_next:
+                    self._gradients.drop(bucket.dropped_next)
+            except BaseException as error:
+                self._state.failure.defer(error)
 
     # ---- queries ----
 

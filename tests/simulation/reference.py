@@ -239,8 +239,11 @@ class PartReference:
             if call.name != "clip value" and self.sharers(key) == [rank]:
                 self.edit(call, key)
                 return
+            if call.name != "clip value" and len(self.sharers(key)) < self.ranks:  # other experts may have no gradient
+                self.edits_vary = self.is_mixed = True
             self.edits_alone[rank].append(call)
-            self.edited_apart = any(edits != self.edits_alone[rank] for edits in self.edits_alone)
+            unlike = any(edits != self.edits_alone[rank] for edits in self.edits_alone)
+            self.edited_apart = unlike and not self.edits_vary
             if not self.edited_apart:
                 for each in self.edits_alone[rank]:
                     self.edit(each, None if each.name == "clip value" else self.key(each.at, rank))

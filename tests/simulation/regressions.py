@@ -167,6 +167,32 @@ REGRESSIONS: dict[str, Program] = {
         ),
         fault=Fault(rank=0, at=42),
     ),
+    "zero_grad drops a gradient behind a sum, fails in it on one rank, and is called again": replace(
+        _program(
+            [
+                *_both(BACKWARD),
+                (Call("by gradient"), Call("by gradient", drops=0b11)),
+                (Call("raising"), None),
+                (Call("backward", drops=0b11), Call("backward", drops=0b110)),
+                *_both(*(Call("grad = None", at=5), BACKWARD, Call("grad = None", at=5), STEP)),
+            ],
+            Part(
+                (
+                    *(Weight(role=role) for role in ("trained", "late", "frozen")),
+                    Weight((4,)),
+                    Weight((2, 2, 2)),
+                    Weight(),
+                    Weight(),
+                ),
+                ((2,), (6, 2, 6), (0,)),
+                options=(("partition_grad", True), ("reduce_bucket_size", 10)),
+                recomputed=True,
+            ),
+        ),
+        kind="raising alone",
+        fault=Fault(rank=1, at=187),
+        schedule=19014056,
+    ),
     "a slice's gradient is assigned, and then clipped with the others by value": replace(
         _program(_both(BACKWARD, Call("copy"), Call("clip value"), STEP)), schedule=4
     ),
