@@ -316,11 +316,13 @@ class GradientStore:
         for record in unknown:
             record.worked = present[record.index] != 0
         if unknown:
-            follow_edits(record for record in unknown if record.worked)
             hide_gradients(record for record in unknown if not record.worked)
             for bucket in self.buckets:
                 bucket.empty = {record.index for record in bucket.records if not record.worked}
             self._forget_empty()
+            follow_edits(
+                record for record in unknown if record.worked
+            )  # if it fails, gathers are the others' all the same
 
     # ---- what callers see ----
 

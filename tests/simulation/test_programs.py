@@ -59,6 +59,16 @@ FAILING: dict[str, tuple[Program, str]] = {
         replace(_failing("backward", "sleep", "backward", "step", carrier="nccl"), schedule=1),
         "_move",
     ),
+    "follows a write, where others have gradients": (
+        Program(
+            2,
+            "nccl",
+            (Part((Weight(), Weight(dtype="bfloat16")), ((1,),), options=(("split", "parameters"),)),),
+            ((Call("backward", drops=1), Call("backward")), (Call("write weight", at=1),) * 2, (Call("step"),) * 2),
+            fault=Fault(0, NEVER),
+        ),
+        "_rounds_to",
+    ),
     "sums within a group, then across": (_failing("backward", "step", ranks=4, part=Part(levels="inner")), "sum_rows"),
 }
 
