@@ -399,8 +399,8 @@ class ShardGroup:
     # ---- memory, and the end ----
 
     def held(self) -> list[Tensor]:
-        """Return the host memory that is used or kept for buffers."""
-        return self.host_backend.held()
+        """Return the host memory that is used or kept for buffers. Doesn't communicate."""
+        return [] if self._host_backend is None else self._host_backend.held()
 
     def trim(self, for_good: bool = False) -> None:
         """Free idle memory of buffers; ``for_good``: all of it. Nothing may be under way on this rank."""

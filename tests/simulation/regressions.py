@@ -167,6 +167,9 @@ REGRESSIONS: dict[str, Program] = {
         ),
         fault=Fault(rank=0, at=42),
     ),
+    "one rank asks for the memory that is held over two levels of ranks": replace(
+        _program([(None, None, Call("evaluate"), None)], Part(levels="inner"), ranks=4), carrier="nccl"
+    ),
     "zero_grad drops a gradient behind a sum, fails in it on one rank, and is called again": replace(
         _program(
             [
