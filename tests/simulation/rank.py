@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_, clip_grad_value_
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
-from lowlevel_zero.layout.held import memory_held, traffic_of
+from lowlevel_zero.layout import layout_of, memory_held, traffic_of
 from tests.simulation import net
 from tests.simulation.calls import (
     BACKWARDS,
@@ -40,6 +41,13 @@ from tests.support.options import grouped
 TRIES = 6  # how often a rank may begin anew
 # Calls whose exceptions end a process, as the docs' table has it: the others wait for the rank.
 ENDS = ("gradient", "reload", "keep state", "load state", "together", "load", "load raising", "restore")
+# What any rank may ask by itself, and gets without the others.
+ACCOUNTS: tuple[Callable[[LowLevelZeroOptimizer], object], ...] = (
+    *(memory_held, traffic_of, layout_of, repr),
+    *(LowLevelZeroOptimizer.get_working_to_master_map, LowLevelZeroOptimizer.get_master_to_working_map),
+    *(LowLevelZeroOptimizer.get_param_padding_map, LowLevelZeroOptimizer.get_grad_norm),
+    *map(attrgetter, ("loss_scale", "param_groups", "state", "defaults", "parameter_names", "is_retired")),
+)
 
 
 class UserError(Exception):
@@ -257,8 +265,8 @@ class Rank:
         And what any rank may do by itself: ask for accounts, and step the wrapped optimizer, which is refused.
         """
         call, model = entry.call, self.nets[entry.call.of]
-        memory_held(self.optimizers[call.of])
-        traffic_of(self.optimizers[call.of])
+        for account in ACCOUNTS:
+            account(self.optimizers[call.of])
         with pytest.raises(RuntimeError, match=r"that of the \w+ that it wraps"):
             self.optimizers[call.of].optim.step()
         weights: Sequence[Tensor] = model.weights
