@@ -215,14 +215,29 @@ class Reducer:
                 self._state.phase = Phase.COMING
             record.note_waiting()
             return False
-        if not self._buckets.is_open:
+        if not self._buckets.is_open and not self._begin_plain(record):
+            return False
+        if not running:
+            self._watch_graph_task(record)
+        return True
+
+    def _begin_plain(self, record: ShardedParameter) -> bool:
+        """Open the sync of a plain ``loss.backward()``, whose first gradient has come; return False if that waits.
+
+        An error ends the backward, and other gradients don't come: this rank's are lost.
+        """
+        try:
             self._check_plain(record)
             if self._number > 0 or not self._state.is_alone or self.syncs.shares_order or self.syncs.put_off:
                 self._keep_until_all_agree(record)
                 return False
-            self._open_plain()
-        if not running:
-            self._watch_graph_task(record)
+            self.syncs.may_be_alone = True
+            self._follow_callers()
+            self._open_sync()
+            self.syncs.starts_early = self._overlaps
+        except Exception as error:
+            self._state.failure.note(error, Damage.GRADIENTS)
+            raise
         return True
 
     def _check_plain(self, record: ShardedParameter) -> None:
@@ -241,13 +256,6 @@ class Reducer:
                 "run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
             )
         self._state.wake_up()
-
-    def _open_plain(self) -> None:
-        """Open the sync of a plain ``loss.backward()``, whose first gradient has come."""
-        self.syncs.may_be_alone = True
-        self._follow_callers()
-        self._open_sync()
-        self.syncs.starts_early = self._overlaps
 
     def _keep_until_all_agree(self, record: ShardedParameter) -> None:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call.

@@ -260,8 +260,9 @@ class PartReference:
         self.edits_vary = self.is_mixed = True
 
     def edit(self, call: Call, only: Key | None = None) -> None:
-        """Edit one weight's averaged gradient, or all, in place. fp16: what has overflowed stays so."""
+        """Edit one weight's averaged gradient, or all, in place. fp16: what has overflowed stays so, unless zeroed."""
         every = call.name == "clip value"
+        keeps = self.part.half and not (call.name == "copy" and edits_slices(self.program))  # which zeroes slices first
         for key in [key for key in self.base if (every or key[0] == call.at) and only in (None, key)]:
             base, weight = (
                 self.base[key],
@@ -275,7 +276,7 @@ class PartReference:
                 "fill": base.index_fill(-1, torch.zeros(1, dtype=torch.int64), call.amount * self._over),
                 "clip value": base.clamp(-call.amount * self._over, call.amount * self._over),
             }[call.name]
-            self.base[key] = torch.where(base.isfinite(), edited, base) if self.part.half else edited
+            self.base[key] = torch.where(base.isfinite(), edited, base) if keeps else edited
 
     @property
     def _over(self) -> int:

@@ -59,6 +59,10 @@ FAILING: dict[str, tuple[Program, str]] = {
         replace(_failing("backward", "sleep", "backward", "step", carrier="nccl"), schedule=1),
         "_move",
     ),
+    "brings back what sleeps, in a plain backward whose exception its caller ignores": (
+        replace(_failing("backward", "sleep", "plain", "step", carrier="nccl"), schedule=1),
+        "_copied",
+    ),
     "follows a write, where others have gradients": (
         Program(
             2,
