@@ -275,8 +275,11 @@ class GradientStore:
         return cleared
 
     def with_sums(self, records: Iterable[ShardedParameter], in_flight: Iterable[Bucket]) -> list[ShardedParameter]:
-        """Return the records of which there is a sum, or one ``in_flight``."""
-        held = self._bucket_of.keys() | {index for bucket in in_flight for index in bucket.planned.members}
+        """Return the records of which there is a sum, or one ``in_flight``, that hasn't been dropped already."""
+        held = {index for bucket in self.buckets for index in bucket.planned.members if index not in bucket.empty}
+        for bucket in in_flight:  # in the order in which sums are added, and dropped behind them
+            held.update(bucket.planned.members)
+            held.difference_update(record.index for record in bucket.dropped_next)
         return [record for record in records if record.index in held]
 
     def take_out(self) -> None:

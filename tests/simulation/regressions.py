@@ -170,6 +170,20 @@ REGRESSIONS: dict[str, Program] = {
     "one rank asks for the memory that is held over two levels of ranks": replace(
         _program([(None, None, Call("evaluate"), None)], Part(levels="inner"), ranks=4), carrier="nccl"
     ),
+    "a gradient is dropped twice, on one rank while its sum is on its way": replace(
+        _program(
+            _both(
+                *(Call(name, of=1) for name in ("backward", "backward", "grad = None")),
+                *(Call(name, of=1) for name in ("plain through", "grad = None", "step")),
+            ),
+            Part((Weight(),), ((0,),)),
+            Part((Weight(), Weight()), ((1,),), options=(("reduce_bucket_size", 4),)),
+        ),
+        carrier="memory",
+        kind="grad = None alone",
+        fault=Fault(rank=1, at=48),
+        schedule=19098574,
+    ),
     "zero_grad drops a gradient behind a sum, fails in it on one rank, and is called again": replace(
         _program(
             [
