@@ -34,7 +34,7 @@ from ..state.loading import (
     takes_master,
 )
 from ..state.nested import flattened, nested
-from ..state.values import is_slice, told_states
+from ..state.values import is_slice, told_by_owner, told_states
 from ..state.whole import scale_as_numbers, with_master
 from .saved import SavedCheckpoint
 
@@ -91,8 +91,11 @@ class ShardedState:
         self._optimizer = optimizer
         self._optim = optimizer.optim
         self._former: dict[ShardedParameter, State] = {}
-        by_group = optimizer.sharded_parameters.by_shard_group
-        self._states = [{record: self._own_state(record) for record in records} for records in by_group]
+        store = optimizer.sharded_parameters
+        states = [{record: self._own_state(record) for record in records} for records in store.by_shard_group]
+        self._states = [
+            (own, told_by_owner(own, group.rank)) for own, group in zip(states, store.shard_groups, strict=True)
+        ]
 
     def meet(self, names: Mapping[Tensor, str]) -> None:
         """Exchange states that only some ranks have. Communicates where there are such states: all ranks call it.
@@ -104,8 +107,8 @@ class ShardedState:
         present: dict[str, list[str]] = {}
         others: dict[str, State] = {}
         told: dict[ShardedParameter, State] = {}
-        for own, group in zip(self._states, store.shard_groups, strict=True):
-            told.update(told_states(own, group))
+        for (own, by_owner), group in zip(self._states, store.shard_groups, strict=True):
+            told.update(told_states(own, by_owner, group))
         self._states.clear()  # a load replaces them
         for name, record in self._records.items():
             state = told[record]

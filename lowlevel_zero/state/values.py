@@ -89,19 +89,25 @@ def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
 # ---- what owners tell the other ranks of ----
 
 
-def told_states(own: Mapping[ShardedParameter, State], group: ShardGroup) -> dict[ShardedParameter, State]:
-    """Return each record's state; other ranks' owned ones as meta tensors. Communicates if one rank owns a parameter.
+def told_by_owner(own: Mapping[ShardedParameter, State], rank: int) -> dict[int, State] | None:
+    """Return the states of parameters that ``rank`` owns, by index, as others hear of them; None if no rank owns one.
 
-    Elsewhere tensors of an owner's state are on the meta device, but for numbers. Of an even split each rank has its
-    ``own``.
+    Tensors are on the meta device, but for numbers.
     """
-    states, records = dict(own), list(own)
-    if any(record.split.owner is not None for record in records):
-        owned = {record.index: states[record] for record in records if record.split.owner == group.rank}
-        for of_rank in group.all_gather_object(tree_map(_told, owned)):
-            for record in records:
-                if record.index in of_rank and not record.owns_some:
-                    states[record] = of_rank[record.index]
+    if all(record.split.owner is None for record in own):
+        return None
+    return {record.index: tree_map(_told, own[record]) for record in own if record.split.owner == rank}
+
+
+def told_states(
+    own: Mapping[ShardedParameter, State], told: dict[int, State] | None, group: ShardGroup
+) -> dict[ShardedParameter, State]:
+    """Return each record's state, that of another rank's as ``told_by_owner`` there. Communicates if ``told``."""
+    states = dict(own)
+    for of_rank in [] if told is None else group.all_gather_object(told):
+        states.update(
+            (record, of_rank[record.index]) for record in own if record.index in of_rank and not record.owns_some
+        )
     return states
 
 
@@ -179,7 +185,8 @@ def whole_states(
 
     Communicates: all ranks iterate to the end.
     """
-    told = told_states({record: optim.state.get(record.p32, {}) for record in records}, group)
+    own = {record: optim.state.get(record.p32, {}) for record in records}
+    told = told_states(own, told_by_owner(own, group.rank), group)
     values = [told[record].get(key) for record in records]
     sliced = [
         Slice(record, value)

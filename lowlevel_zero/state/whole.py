@@ -40,7 +40,7 @@ from .loading import (
     states_of_no_parameter,
     warn_of_lost_states,
 )
-from .values import Slice, is_slice, slice_state, told_states, whole_slices
+from .values import Slice, is_slice, slice_state, told_by_owner, told_states, whole_slices
 
 _GIVE, _DOING = "give its state dict", "load a state dict"
 _STATES = Alike(
@@ -137,8 +137,9 @@ class WholeState(NamedTuple):
         records, group = self.parameters.by_shard_group[number], self.parameters.shard_groups[number]
         with together(group, _GIVE, _STATES) as lines:
             own = {record: own_state(self.optim, record) for record in records}
+            told = told_by_owner(own, group.rank)
             lines += [line for record in records for line in _sliced_states(own[record], record)]
-        states.update(told_states(own, group))
+        states.update(told_states(own, told, group))
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state dict into slices, plain torch's or ``state_dict``'s. Communicates: every rank calls it.

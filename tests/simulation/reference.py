@@ -219,9 +219,12 @@ class PartReference:
         self.waits = [not with_local and self._waits(rank) for rank in range(self.ranks)]
         for rank in range(self.ranks) if with_local else ():
             self._reduce(rank)
+        untrained = () if self.joined else self.part.late  # by a new optimizer, which joined the former one
         for own, waits in zip(self.own, self.waits, strict=True):
             if not waits:
                 for key, gradient in own.items():
+                    if key[0] in untrained:
+                        continue
                     self.base[key] = self.base[key] + gradient if key in self.base else gradient
                 own.clear()
         self.forget_drops()
