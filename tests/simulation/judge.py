@@ -425,9 +425,12 @@ class Judge:
             return
         if call.name == "restore":
             self.parts[call.of] = PartReference(self.program, call.of)
+            self.parts[call.of].is_one_of_several = part.is_one_of_several
             return
         if call.name == "construct":
             self.is_shared |= self.program.carrier == "nccl"
+            for each in self.parts:  # on a device, one order of reductions stays shared
+                each.is_one_of_several |= self.is_shared
         elif call.name == "train anew":
             self.parts[call.of] = part.anew()
             return

@@ -415,6 +415,7 @@ class PartReference:
         for key, master in other.masters.items():
             master.copy_(self.weights[key])
         other.saved, other.kept = self.saved, self.kept
+        other.is_one_of_several = self.is_one_of_several
         return other
 
     def settings_differ(self) -> bool:
