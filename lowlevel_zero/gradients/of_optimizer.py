@@ -75,8 +75,9 @@ class OptimizerGradients:
         if late:
             raise RuntimeError(
                 f"{late[0]}: expected norms of p.grad after the same backwards on every rank, but other ranks have run "
-                "more, and this one had no gradient of it when it took norms: clip by lowlevel_zero.clip_grad_norm_, "
-                "and begin the step anew with optimizer.zero_grad() on all"
+                "more, or layers that are run again in the backward and that this one has left out. It had no gradient "
+                "of it when it took norms: clip by lowlevel_zero.clip_grad_norm_, and begin the step anew with "
+                "optimizer.zero_grad() on all"
             )
 
     def change(self, records: Iterable[ShardedParameter], what: str, change: Change) -> None:

@@ -328,8 +328,8 @@ class Judge:
         part = self.parts[here[0].call.of]
         late = [rank for rank in raised if re.match(LATE, here[rank].error.text)]
         kept = [rank for rank in raised if part.slices_edited[rank] and re.match(KEPT, here[rank].error.text)]
-        goes_on = part.part.recomputed and any("plain" in ways for ways in part.ways)  # a backward, until the next call
-        alike = part.aligned and not any(part.local) and not any(part.dropped_apart()) and not goes_on
+        foreseen = not part.part.recomputed  # else a gradient may wait for the next call, as in a backward that goes on
+        alike = part.aligned and not any(part.local) and not any(part.dropped_apart()) and foreseen
         if not kept and (alike or not late):
             return False
         part.finish()
