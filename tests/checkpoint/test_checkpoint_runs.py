@@ -68,6 +68,27 @@ def test_each_run_keeps_its_own(tmp_path: Path) -> None:
     run_ranks(resumed, 3)
 
 
+def test_the_newest_is_the_last_of_a_run_though_the_clock_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a run that goes on from it."""
+
+    def saves(rank: int, world_size: int) -> None:
+        pair = start()
+        for step in (1, 2):
+            save_checkpoint(tmp_path / f"step-{step}", *pair)
+            monkeypatch.setattr(time, "time_ns", lambda: 1)
+        assert latest(tmp_path) == tmp_path / "step-2"
+        resumed = start()
+        load_checkpoint(tmp_path, *resumed)
+        save_checkpoint(tmp_path / "step-3", *resumed, keep=2)
+        wait_for_pruning()
+        assert names_in(tmp_path) == {"step-2", "step-3"}
+        assert latest(tmp_path) == tmp_path / "step-3"
+
+    run_ranks(saves, 2)
+
+
 def test_no_write_in_progress_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two optimizers' groups save into one folder at the same time; so does somebody by hand."""
 
