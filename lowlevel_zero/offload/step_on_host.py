@@ -26,7 +26,7 @@ class HostBucket(Bucket):
     """A bucket whose row is copied to the host when it is reduced; its norm is measured on the device before."""
 
     _arrived: Mark
-    _norm: Tensor | None  # None: the row may have been edited since it was measured
+    _norm: Tensor
 
     def __init__(self, copies: StepOnHost, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         super().__init__(planned, records)
@@ -40,15 +40,14 @@ class HostBucket(Bucket):
         self.row, self._arrived = self._copies.down(self.row)
 
     def hold_for_step(self, row: Tensor) -> None:
-        """Keep a row that may be edited; its norm is measured when it is asked for."""
+        """Keep a row that may be edited; it is held, and measured, again before its norm is asked for."""
         super().hold_for_step(row)
         self._arrived = Mark()
-        self._norm = None
 
     @property
     def measured(self) -> Tensor:
         """Return the row's L2 norm, on the parameters' device."""
-        return _l2_norm(self.row).to(self._device) if self._norm is None else self._norm
+        return self._norm
 
     def sums(self) -> Tensor:
         """Return the sums on the parameters' device; don't write the row while its H2D copy runs."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
+from lowlevel_zero.checkpoint.manifest import MANIFEST
 from tests.support.checkpoints import logged
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
@@ -168,6 +169,23 @@ def test_what_looks_like_remains_and_is_not_stays(tmp_path: Path) -> None:
     run_ranks(save, 2)
     after = content(run)
     assert before == {name: after[name] for name in before}
+
+
+def test_a_checkpoint_stays_where_an_earlier_one_s_removal_was_broken_off(tmp_path: Path) -> None:
+    """Before its very end, when the earlier one's directory was gone, and its manifest beside wasn't."""
+    run = tmp_path / "run"
+
+    def save(rank: int, world_size: int) -> None:
+        pair = start()
+        save_checkpoint(run / "step-1", *pair)
+        if rank == 0:
+            shutil.copy(run / "step-1" / MANIFEST, run / "step-1.lowlevel_zero.removed")
+        before = content(run / "step-1")
+        save_checkpoint(run / "step-2", *pair)
+        assert content(run / "step-1") == before
+
+    run_ranks(save, 2)
+    assert names_in(run) == {"step-1", "step-2"}
 
 
 def test_what_cannot_be_removed_is_told_and_keeps_nothing_else_from_going(

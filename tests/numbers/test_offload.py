@@ -69,6 +69,23 @@ def test_masters_are_copies_and_gradients_arrive_beside_them() -> None:
     run_ranks(work, 2)
 
 
+def test_the_norm_that_clips_is_that_of_edited_gradients() -> None:
+    def train(rank: int, world_size: int, offload: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(inner, model=model, cpu_offload=offload, clip_grad_norm=1.0)
+        optimizer.backward(model(torch.full((1, 4), 1.0 + rank)).sum())
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.add_(p, alpha=5.0)
+        optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    plain, offloaded = (run_ranks(train, 2, offload)[0] for offload in (False, True))
+    torch.testing.assert_close(offloaded, plain)
+
+
 # ---- the two sides ----
 
 
