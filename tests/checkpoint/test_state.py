@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -240,6 +241,29 @@ def test_masters_of_a_sixteen_bit_model_survive(subtests: pytest.Subtests) -> No
                 assert all(map(torch.equal, before, after))
                 plain = OPTIMIZERS[name](groups(build(Run(dtype=torch.bfloat16))))
                 plain.load_state_dict(saved)  # plain torch takes it, masters and all
+
+
+def test_nothing_of_a_loaded_state_dict_is_kept_beyond_the_next_step() -> None:
+    """Masters are, until then: the model may be loaded after the optimizer."""
+
+    def train(rank: int, world_size: int) -> None:
+        model = nn.Linear(7, 285, bias=False).bfloat16()
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model=model)
+
+        def held() -> int:
+            optimizer.backward(model(torch.ones(1, 7, dtype=torch.bfloat16)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            gc.collect()
+            found = (each for each in gc.get_objects() if type(each) is Tensor)
+            return len({each.data_ptr() for each in found if each.numel() == 998 and each.dtype == torch.float32})
+
+        before = held()
+        assert before == 3  # master and two moments
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert held() == before
+
+    run_ranks(train, 2)
 
 
 def test_settings_of_groups_are_loaded() -> None:
