@@ -163,3 +163,22 @@ def test_weights_that_one_rank_exchanges_and_puts_back_are_no_difference() -> No
 
     for got, expected in run_ranks(live, 2):
         assert all(map(torch.equal, got, expected))
+
+
+def test_values_are_compared_once_where_ranks_have_not_written_alike() -> None:
+    """Later steps wait as often as those before, also where they don't gather what was written."""
+
+    def live(rank: int, world_size: int) -> list[int]:
+        model, unused = net(), nn.Linear(2, 2)
+        optimizer = wrap(nn.ModuleList([model, unused]))
+        waits = []
+        for at in range(4):
+            if at == 1 and rank == ODD:
+                undo(unused, rank, [p.detach().clone() for p in unused.parameters()])
+            before = optimizer.shard_group.progress.waits
+            train(optimizer, model, rank, at)
+            waits.append(optimizer.shard_group.progress.waits - before)
+        return waits
+
+    for _, compared, third, fourth in run_ranks(live, 2):
+        assert compared > third == fourth
