@@ -226,6 +226,13 @@ def test_strangers_that_are_not(cls: type[Stranger]) -> None:
     assert choose_splits(optimizer, "parameters") == ["parameters"]
 
 
+@pytest.mark.parametrize("chosen", ["elements", None])
+def test_a_group_s_own_split_comes_before_that_of_all(chosen: str | None) -> None:
+    first, second = ([torch.nn.Parameter(torch.zeros(2, 3))] for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": first, "split": "parameters"}, {"params": second}])
+    assert choose_splits(optimizer, chosen) == ["parameters", "elements"]
+
+
 class HoldsAndScales(ScaledByNorms):
     """Steps the parameters that it was made with, which a rank's own aren't."""
 
