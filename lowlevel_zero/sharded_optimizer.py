@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -168,10 +169,26 @@ class ShardedOptimizer(Optimizer):
             ValueError: its groups or shapes aren't this optimizer's, or ranks have different ones.
             RuntimeError: other ranks have been called for something else.
         """
-        self._guard.enter("load_state_dict")
+        with self.loading_whole():
+            self.whole_state.load(state_dict)
+
+    @contextmanager
+    def loading_whole(self) -> Iterator[None]:
+        """Finish reductions, and run the body, which loads whole states on all ranks. Communicates."""
+        self.begin_load("load_state_dict")
         self.finish_syncs("load_state_dict")
-        self.whole_state.load(state_dict)
+        yield
         self.step_state.failure.mend(Damage.PARAMETERS)
+
+    def begin_load(self, call: str) -> None:
+        """Raise ``RuntimeError`` where nothing can be loaded, as within a backward; bring back what sleeps."""
+        self._guard.enter(call)
+
+    def refuse_undefined(self, call: str) -> None:
+        """Raise ``RuntimeError`` where a step that failed in its midst has left this rank undefined parameters."""
+        refusal = self.step_state.failure.refusal(call, uses_gradients=False)
+        if refusal is not None:
+            raise refusal
 
     @property
     def whole_state(self) -> WholeState:

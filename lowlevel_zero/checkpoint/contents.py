@@ -346,7 +346,12 @@ def _elements(tensor: Tensor) -> Tensor:
     """Return the elements of this rank's part of a tensor, 1-D, in memory order; without a copy, if it has no gaps."""
     if isinstance(tensor, BoxedTensor):
         return tensor.local
-    return flat_in_memory_order(tensor, _without_values(tensor)).contiguous()
+    return flat_in_memory_order(in_memory(tensor), _without_values(tensor)).contiguous()
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return a detached tensor whose memory has its values: torch conjugates and negates some of them when read."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _without_values(tensor: Tensor) -> Tensor:

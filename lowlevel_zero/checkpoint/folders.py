@@ -195,11 +195,12 @@ def prune(path: Path, keep: int, runs: Collection[str]) -> None:
 
     Warns of what can't be removed, and goes on with the others.
     """
-    own = [each for each in _found_in(path.parent) if each.head is not None and set(each.head.runs[:1]) & set(runs)]
-    whole = (each for each in _newest_first(own) if _damage(each.path) is None) if len(own) > keep else iter(())
-    for each in islice(whole, keep, None):
-        with _warning_of_what_stays():
-            remove(each.path)
+    with _warning_of_what_stays():
+        own = [each for each in _found_in(path.parent) if each.head is not None and set(each.head.runs[:1]) & set(runs)]
+        whole = (each for each in _newest_first(own) if _damage(each.path) is None) if len(own) > keep else iter(())
+        for each in islice(whole, keep, None):
+            with _warning_of_what_stays():
+                remove(each.path)
 
 
 def remove(path: Path) -> None:
@@ -210,6 +211,13 @@ def remove(path: Path) -> None:
     removed = path.with_name(path.name + _REMOVED)
     os.rename(path / MANIFEST, removed)
     _finish_removal(removed)
+
+
+def finish_removal(path: Path) -> None:
+    """Finish the removal of the checkpoint ``path`` if one was broken off."""
+    removed = path.with_name(path.name + _REMOVED)
+    if removed.exists():
+        _finish_removal(removed)
 
 
 def claim(written: Path, name: str) -> IO[bytes]:
@@ -267,14 +275,14 @@ def _found_at(places: Iterable[str]) -> Iterator[Found]:
     """Yield the checkpoints among these ``places``."""
     for place in places:
         path = Path(place)
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             manifest = os.stat(os.path.join(place, MANIFEST))
             try:
                 yield Found(path, _head_of(place, manifest.st_ino, manifest.st_mtime_ns))
             except (ValueError, OSError) as error:
                 yield Found(path, None, str(error))
             continue
-        if (path / OBJECTS).exists() and not path.with_name(path.name + _REMOVED).exists():
+        if os.path.exists(path / OBJECTS) and not path.with_name(path.name + _REMOVED).exists():
             yield Found(path, None, f"{path}: expected a checkpoint with a {MANIFEST}, found none")
 
 

@@ -73,10 +73,13 @@ def load_checkpoint(
         RuntimeError: another rank's error, or an asynchronous save before that failed, which nobody has been told.
     """
     group = group_of(optimizer)
-    doing, place = f"load the checkpoint {path}", Path(os.path.abspath(path))
+    doing = f"load the checkpoint {path}"
     with together(group, doing) as lines:
+        place = Path(os.path.abspath(path))
         finish_last(group)
         optimizers = check_optimizers(model, optimizer)
+        for each in optimizers.values():
+            each.begin_load("load_checkpoint")
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
         check_rank_state(rank_state)
         lines += [f"path {path}", f"{names_text(optimizers, 'optimizer')}, {names_text(schedulers, 'scheduler')}"]
@@ -87,8 +90,6 @@ def load_checkpoint(
         saved.manifest.check_files(folder, sorted(files)[group.group_rank :: group.ranks], verify)
         check_same_optimizers(optimizers, saved.objects.optimizers)
         own = {} if rank_state is None else _state_of(folder, saved.manifest, group.group_rank)
-        for each in optimizers.values():
-            each.step_state.wake_up()
         contents = Contents(model, optimizers)
         lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing)

@@ -25,7 +25,7 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..partition import BY_ELEMENTS
 from ..streams import streams_of
 from .background import Background
-from .contents import Contents, planned_tensor
+from .contents import Contents, in_memory, planned_tensor
 from .folders import check_target, prune
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed
@@ -89,14 +89,17 @@ def save_checkpoint(
             message has the reason.
     """
     group = group_of(optimizer)
-    target, doing = Path(os.path.abspath(path)), f"save a checkpoint to {path}"
+    doing = f"save a checkpoint to {path}"
     with together(group, doing) as lines:
+        target = Path(os.path.abspath(path))
         finish_last(group)
         _check_keep(keep)
         check_rank_state(rank_state)
         check_target(target)
         optimizers = check_optimizers(model, optimizer)
         schedulers = check_schedulers(scheduler, optimizers)
+        for each in optimizers.values():
+            each.refuse_undefined("save_checkpoint")
         contents = Contents(model, optimizers)
         lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [names_text(optimizers, "optimizer"), *contents.lines()]
@@ -194,7 +197,7 @@ def _prepare(
     if rank == 0:
         named = objects.by_keys()
         share.files[OBJECTS], share.pickles = objects.to_file(named)
-        tensors = {keys: value.detach().contiguous() for keys, value in named.items() if isinstance(value, Tensor)}
+        tensors = {keys: in_memory(value).contiguous() for keys, value in named.items() if isinstance(value, Tensor)}
         share.plan += (planned_tensor(keys, value, [0]) for keys, value in tensors.items())
         share.values |= {keys: value.view(-1) for keys, value in tensors.items()}
     if staging is not None:

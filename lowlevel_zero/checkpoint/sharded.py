@@ -95,7 +95,7 @@ class Sharded(Stateful):
         """
         sharded = _state_of(self.optimizer)
         with all_or_nothing(self.optimizer.shard_group, "load the state of its optimizer") as undo:
-            self.optimizer.step_state.wake_up()
+            self.optimizer.begin_load("Sharded.load_state_dict")
             settings = self._settings(state_dict["param_groups"])
             sharded.check(settings, state_dict["state"])
             slices = sharded.slices({name: dict(each) for name, each in state_dict["state"].items()}, settings)
@@ -146,6 +146,7 @@ def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
     for each, name in names.items():
         by_group[store.shard_group_of(each)][each] = name
     with together(optimizer.shard_group, _GIVE):
+        optimizer.refuse_undefined("Sharded.state_dict")
         _check_trained(names, store)
     with together(optimizer.shard_group, _GIVE):  # ranks of one group don't know what came of another's
         shares = zip(store.shard_groups, by_group, strict=True)

@@ -68,7 +68,8 @@ def shapes_in(file: str) -> Shapes:
 
 def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: bool) -> None:
     """Raise for the first tensor whose shape differs, or, if ``strict``, that only one side has."""
-    expected = {name: tuple(value.shape) for name, value in model.unwrap().state_dict().items()}
+    values = model.unwrap().state_dict()
+    expected = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
     for name, shape in expected.items():
         if name not in got:
             if strict:

@@ -256,11 +256,12 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         if groups_file is None:
             raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
         files, _ = index.get_checkpoint_filenames()
-        optimizer.whole_state.load_shards(
-            read_optimizer_file(groups_file),
-            (read_optimizer_file(file) for file in files),
-            {key: index.metadata[full] for full, key in _EXTRAS.items() if full in index.metadata},
-        )
+        with optimizer.loading_whole():
+            optimizer.whole_state.load_shards(
+                read_optimizer_file(groups_file),
+                (read_optimizer_file(file) for file in files),
+                {key: index.metadata[full] for full, key in _EXTRAS.items() if full in index.metadata},
+            )
 
     # ---- schedulers ----
 

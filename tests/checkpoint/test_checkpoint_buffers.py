@@ -275,3 +275,41 @@ def test_tensors_among_extra_states_may_lie_in_any_memory_order(tmp_path: Path) 
         return differences(values, pairs[1][0].kept)
 
     assert run_ranks(save_and_load, 2) == [[]] * 2
+
+
+class Conjugated(nn.Module):
+    """A buffer and an extra state that torch conjugates when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("waves", torch.zeros(4, dtype=torch.complex64))
+        self.extra = torch.zeros(2, dtype=torch.complex64)
+
+    def turn(self) -> None:
+        self.waves = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+        self.extra = torch.polar(torch.ones(2), torch.arange(1.0, 3.0)).conj()
+
+    def get_extra_state(self) -> Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_conjugated_tensors_are_saved_as_they_are_read(async_save: bool, tmp_path: Path) -> None:
+    def live(rank: int, world_size: int) -> None:
+        saved, loaded = Conjugated(), Conjugated()
+        pairs = [
+            (model, LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model))
+            for model in (saved, loaded)
+        ]
+        saved.turn()
+        assert saved.waves.is_conj()
+        save_checkpoint(tmp_path / "step-1", *pairs[0], async_save=async_save).wait()
+        load_checkpoint(tmp_path / "step-1", *pairs[1])
+        assert torch.equal(loaded.waves, saved.waves.resolve_conj())
+        assert torch.equal(loaded.extra, saved.extra.resolve_conj())
+
+    run_ranks(live, 2)

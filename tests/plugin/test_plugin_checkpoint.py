@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -477,3 +478,40 @@ def test_a_saved_model_has_the_first_rank_s_buffers(shard: bool, use_async: bool
     assert not any(torch.equal(first[name], second[name]) for name in first)
     check_equal(first, loaded)
     check_equal(first, also)
+
+
+class FailingAdamW(torch.optim.AdamW):
+    """Fails in a step if it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise MemoryError("no memory")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_loaded_checkpoint_mends_what_a_failed_step_has_left(shard: bool, tmp_path: Path) -> None:
+    def live(rank: int, world_size: int) -> None:
+        pair = boost(ours, lambda ps: FailingAdamW(ps, lr=0.1), stage=1, precision="fp32")
+
+        def step() -> None:
+            pair.booster.backward(sum(p.square().sum() for p in pair.model.parameters()), pair.optimizer)
+            pair.optimizer.step()
+
+        def train() -> None:
+            step()
+            pair.optimizer.zero_grad()
+
+        train()
+        save(pair, tmp_path, shard=shard)
+        pair.optimizer.optim.fails = rank == 1
+        with suppress(MemoryError):
+            step()
+        pair.optimizer.optim.fails = False
+        pair.optimizer.zero_grad()
+        load(pair, tmp_path)
+        train()
+
+    run_ranks(live, 2)
