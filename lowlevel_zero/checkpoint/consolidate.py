@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..optim.quantised import is_scale, scales_of
-from ..state.loading import CLASS, EXTRAS, FP8, State
+from ..state.loading import CLASS, EXTRAS, FP8, OTHERS, State
+from ..state.nested import nested
 from .folders import publish, sync
 from .objects import Settings
 from .optimizers import Name
@@ -168,10 +169,10 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
     """Return the state dict that ``LowLevelZeroOptimizer.state_dict()`` gave; groups number all parameters."""
     groups = settings["param_groups"]
     places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
-    state = {places[name]: {**of, **settings["states"].get(name, {})} for name, of in tensors.items()}
+    state = {places[name]: nested({**of, **settings["states"].get(name, {})}) for name, of in tensors.items()}
     plan = settings["plan"] if one_plan else None  # each group of experts has a plan of its own
     return {
-        "state": {place: of_place for place, of_place in state.items() if of_place},
+        "state": {place: of_place for place, of_place in state.items() if of_place} | settings.get(OTHERS, {}),
         "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
         EXTRAS: {
             CLASS: settings[CLASS],

@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..checkpoint import Sharded, read_manifest
-from ..checkpoint.folders import on_first_rank, publish, remove
+from ..checkpoint.folders import finish_removal, on_first_rank, publish, remove
 from ..checkpoint.manifest import MANIFEST, METADATA
 from ..optimizer import LowLevelZeroOptimizer
 
 
 def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
     """Write an optimizer's slices to ``folder``, replacing a former save. Communicates: every rank calls it."""
-    on_first_rank(optimizer.shard_group, lambda: _remove_former(folder))
+    on_first_rank(optimizer.shard_group, lambda: remove_sharded(folder))
     save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 
@@ -28,14 +28,14 @@ def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -
 
     Each rank reads its own slices.
     """
-    if folder.is_dir():
+    if (folder / METADATA).is_file():
         load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
     else:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
 
 
-def _remove_former(folder: Path) -> None:
-    """Delete the files of the former save, metadata first, so that a crash leaves nothing that loads."""
+def remove_sharded(folder: Path) -> None:
+    """Delete the files of a former ``save_sharded``, metadata first, so that a crash leaves nothing that loads."""
     for file in (folder / METADATA, *folder.glob("__*_*.distcp")):
         file.unlink(missing_ok=True)
 
@@ -43,12 +43,18 @@ def _remove_former(folder: Path) -> None:
 def place_for(path: Path) -> Path:
     """Return ``path``, or a directory beside it, with no remains, if a former checkpoint is in ``path``.
 
+    The checkpoint that an interrupted replacement has left beside is put in its place first: it may be the only one.
+
     Raises:
         FileExistsError: something else is in the former one's directory.
     """
     beside = path.with_name(f"{path.name}.new")
     if (beside / MANIFEST).exists():  # a crash has left it
-        remove(beside)
+        if (path / MANIFEST).exists():
+            remove(beside)
+        else:  # the former one had gone, or begun to go, for it
+            finish_removal(path)
+            publish(beside, path)
     if not (path / MANIFEST).exists():
         return path
     others = {file.name for file in path.iterdir()} - {MANIFEST, *read_manifest(path).files}

@@ -13,7 +13,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from .accelerate import ZeroAccelerator
 from .checks import check_plain
-from .files import load_optimizer, save_sharded
+from .files import load_optimizer, remove_sharded, save_sharded
 
 _FOLDER = "optimizer_0"
 
@@ -82,6 +82,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
             state = optimizer.state_dict(only_on_master=not self.args.save_on_each_node)
             if self.args.should_save:
                 torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+                remove_sharded(Path(output_dir, _FOLDER))  # of a former run, which loading would prefer
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
