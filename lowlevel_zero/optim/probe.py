@@ -6,7 +6,7 @@ class's constructor, with the options that the optimizer has recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from .trials import LARGE, NoProbe, counters, fresh, options_to_try, skip_ahead, step, undisturbed
 
@@ -104,9 +105,23 @@ def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
                     "of the update in a probe, so its updates depend on the other elements, on the shape, or on random "
                     "numbers"
                 )
+            if (key := _state_apart(sliced.state.get(own, {}), own)) is not None:
+                return f"its state {key!r} has tensors in a list or dict, or of another shape, which can't be sliced"
         return None
 
     return _soon_or_late([whole, sliced], run, compare)
+
+
+def _state_apart(state: Mapping[str, Any], param: Tensor) -> str | None:
+    """Return the first key under which a state has tensors that aren't of the parameter's shape, or None.
+
+    Single numbers are alike on all ranks. Tensors in lists and dicts can't be told from those that are.
+    """
+    for key, value in state.items():
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+        if any(each is not value or each.shape != param.shape for each in tensors):
+            return key
+    return None
 
 
 def _soon_or_late(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.optim.splits import choose_splits
+from tests.support.ranks import run_ranks
 from tests.support.strangers import (
     AdamByHand,
     Noisy,
@@ -339,3 +343,51 @@ def test_differentiable() -> None:
 def test_no_optimizer() -> None:
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
         choose_splits(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+class KeepsMore(torch.optim.Optimizer):
+    """A momentum whose state is a tensor of another shape, or in a dict."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, nested: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "nested": nested})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    both = p.new_zeros(2, *p.shape)
+                    state["momenta"] = {"fast": both[0].clone(), "slow": both[1].clone()} if group["nested"] else both
+                momenta = state["momenta"]
+                for key, beta in zip(momenta if group["nested"] else range(2), (0.5, 0.9), strict=True):
+                    momenta[key].mul_(beta).add_(p.grad)
+                    p.sub_(momenta[key], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_states_that_slices_cannot_be_joined_to_ask_for_whole_parameters(nested: bool, tmp_path: Path) -> None:
+    """Their steps are elementwise; what a checkpoint has is whole all the same, and another number of ranks goes on."""
+
+    def train(rank: int, world_size: int, first: int, last: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 6)
+        optimizer = LowLevelZeroOptimizer(KeepsMore(model.parameters(), nested=nested), model=model)
+        if first:
+            load_checkpoint(tmp_path, model, optimizer)
+        for step in range(first, last):
+            optimizer.backward(model(torch.full((2, 5), 1.0 + step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if last < 4:
+            save_checkpoint(tmp_path / "step", model, optimizer)
+        return [p.detach() for p in model.parameters()]
+
+    optimizer = KeepsMore(matrix(), nested=nested)
+    assert choose_splits(optimizer) == ["parameters"]
+    expected = run_ranks(train, 1, 0, 4)[0]
+    run_ranks(train, 2, 0, 2)
+    for got in run_ranks(train, 3, 2, 4):
+        torch.testing.assert_close(got, expected)
