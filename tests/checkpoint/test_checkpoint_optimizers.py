@@ -303,3 +303,36 @@ def test_experts_of_several_optimizers_are_all_in_it(tmp_path: Path) -> None:
     whole = load_file(tmp_path / "out" / "model.safetensors")
     assert {"experts.0.load", "experts.1.load", "experts.0.weight", "experts.1.bias"} <= whole.keys()
     assert whole["experts.1.load"] == 1.0
+
+
+class Nested(torch.optim.Optimizer):
+    """Its states are in a dict, and one is of no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                momenta = self.state[p].setdefault("momenta", {"fast": torch.zeros_like(p)})
+                p.sub_(momenta["fast"].mul_(0.5).add_(p.grad), alpha=0.1)
+
+
+def test_a_consolidated_optimizer_has_the_states_of_its_state_dict(tmp_path: Path) -> None:
+    def save(rank: int, world_size: int) -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        optimizer = LowLevelZeroOptimizer(Nested(model.parameters()), model=model)
+        optimizer.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        save_checkpoint(tmp_path / "step", model, optimizer)
+        return optimizer.state_dict()
+
+    expected = run_ranks(save, 2)[0]
+    assert main(["consolidate", str(tmp_path / "step"), str(tmp_path / "out")]) == 0
+    got = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    assert expected["state"][0]["momenta"]["fast"].any()
+    assert expected["state"]["steps"] == 1
+    assert not differences(expected["state"], got["state"])

@@ -18,7 +18,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import read_rank_state
+from lowlevel_zero.checkpoint import load_checkpoint, read_rank_state, save_checkpoint
+from lowlevel_zero.checkpoint.folders import remove
+from lowlevel_zero.checkpoint.manifest import MANIFEST
+from lowlevel_zero.trainers.files import place_for, put_in_place
 from lowlevel_zero.trainers.lightning import ZeroStrategy
 from tests.support.lightning import (
     QUIET,
@@ -34,7 +37,7 @@ from tests.support.lightning import (
     torchrun,
     whole,
 )
-from tests.support.ranks import run_cases
+from tests.support.ranks import run_cases, run_ranks
 
 pytestmark = QUIETLY
 
@@ -186,3 +189,27 @@ def save_again(rank: int, world_size: int, folder: Path) -> None:
 def test_a_folder_of_one_name_is_replaced_by_a_whole_one_and_user_files_stay(tmp_path: Path) -> None:
     for _, ran in run_cases(save_again, 2, [(tmp_path,)]):
         ran.values()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_crash_while_the_last_one_is_replaced_loses_nothing(begun: bool, tmp_path: Path) -> None:
+    """When the former one had gone, or ``begun`` to go, and the new one lay beside."""
+
+    def save(rank: int, world_size: int) -> None:
+        model = torch.nn.Linear(3, 2)
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+        path = tmp_path / "last.ckpt"
+        for extra in (1, 2):
+            save_checkpoint(place_for(path), model, optimizer, extra=extra)
+        if begun:
+            (path / MANIFEST).rename(tmp_path / f"{path.name}.lowlevel_zero.removed")
+        else:
+            remove(path)
+        beside = place_for(path)
+        assert load_checkpoint(path, model, optimizer) == 2
+        save_checkpoint(beside, model, optimizer, extra=3)
+        put_in_place(beside, path)
+        assert load_checkpoint(tmp_path, model, optimizer) == 3
+        assert {place.name for place in tmp_path.iterdir()} == {"last.ckpt"}
+
+    run_ranks(save, 1)

@@ -12,10 +12,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import (
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.trainers.transformers import ZeroTrainer, ZeroTrainerMixin
+from tests.support.checkpoints import differences
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 from tests.support.trainers import LayerDrop, adamw, forget, gpt2, launched, llama, momentum, sentences, weights
@@ -199,6 +207,34 @@ def test_goes_on_from_a_checkpoint(world_size: int, tmp_path: Path, subtests: py
                 assert own_logs[2]["grad_norm"] == pytest.approx(logs[2]["grad_norm"], abs=exact, rel=0)
                 for key, end in ends.items():
                     torch.testing.assert_close(own_ends[key], end, atol=10 * exact, rtol=0, msg=key)
+
+
+def after_other_form(rank: int, world_size: int, folder: str, first: bool) -> tuple[Any, Any]:
+    """The states of a run that saves where an earlier one had saved in another form, and what is loaded of them."""
+
+    def train(sharded: bool, rate: float, callbacks: Any = (), resume: str | None = None) -> Any:
+        args = {"learning_rate": rate, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        run = Run(keywords=lambda _: {"sharded_checkpoint": sharded, "callbacks": list(callbacks)}, args=args)
+        with launched(rank, world_size):
+            trainer = trainer_of(1, run, rank, folder)
+            trainer.train(resume_from_checkpoint=resume)
+            return trainer.optimizer.optimizer.state_dict()["state"]
+
+    class Loaded(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            loaded.append(optimizer.optimizer.state_dict()["state"])
+
+    loaded: list[Any] = []
+    train(first, 0.5)
+    saved = train(not first, 0.01)
+    train(not first, 0.01, [Loaded()], f"{folder}/checkpoint-2")
+    return saved, loaded[0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_an_earlier_run_has_saved_in_another_form_is_not_loaded(first: bool, tmp_path: Path) -> None:
+    for saved, loaded in run_ranks(after_other_form, 2, str(tmp_path), first):
+        assert not differences(saved, loaded)
 
 
 def saved(rank: int, world_size: int, folder: str) -> None:
