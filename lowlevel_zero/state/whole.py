@@ -316,9 +316,12 @@ def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapp
 
 
 def _check_shapes(state: Mapping[str, Any], record: ShardedParameter) -> None:
-    """Raise ``ValueError`` if a state has another shape than its parameter."""
-    for key, value in state.items():
-        is_other = isinstance(value, Tensor) and value.dim() > 0 and value.shape != record.p.shape
+    """Raise ``ValueError`` if a state has another shape than its parameter; beside one of that, numbers may be 1-D."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+    fits = any(value.shape == record.p.shape for value in tensors.values())
+    for key, value in tensors.items():
+        is_number = fits and value.numel() == 1 and key != MASTER
+        is_other = value.shape != record.p.shape and not is_number
         if is_other and (record.split.owner is None or key == MASTER):
             raise ValueError(
                 f"{record.name}: expected {key} of its shape {tuple(record.p.shape)}, got {tuple(value.shape)}: "

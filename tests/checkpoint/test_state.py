@@ -324,3 +324,26 @@ def test_another_model_s_state_is_refused(subtests: pytest.Subtests) -> None:
             for error in ran.raised():
                 assert error.type == "ValueError"
                 assert re.search(message, error.message)
+
+
+class CountsInOneElement(torch.optim.SGD):
+    """A state of one element beside the momentum, as QHAdam's weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["weight"] = self.state[p].get("weight", p.new_zeros(1)) + 1
+        return super().step(closure)
+
+
+def test_a_number_that_is_a_tensor_of_one_element_is_loaded() -> None:
+    def train(rank: int, world_size: int) -> None:
+        model = nn.Linear(5, 6)
+        optimizer = LowLevelZeroOptimizer(CountsInOneElement(model.parameters(), lr=0.1, momentum=0.9), model=model)
+        for _ in range(2):
+            optimizer.backward(model(torch.ones(2, 5)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert [state["weight"].tolist() for state in optimizer.state.values()] == [[2.0], [2.0]]
+
+    run_ranks(train, 2)
