@@ -302,11 +302,13 @@ def _warning_of_what_stays() -> Iterator[None]:
 
 
 def _finish_removal(removed: Path) -> None:
-    """Delete the files that the manifest moved to ``removed`` lists, and then the manifest itself."""
+    """Delete the files that the manifest moved to ``removed`` lists, of their sizes, and then the manifest itself."""
     path = removed.with_name(removed.name.removesuffix(_REMOVED))
     if not (path / MANIFEST).exists():  # else another one has been put there since
-        for name in manifest_in(removed).files:
-            (path / name).unlink(missing_ok=True)
+        for name, known in manifest_in(removed).files.items():
+            with suppress(FileNotFoundError):
+                if (path / name).stat().st_size == known.bytes:  # else something else has been put there since
+                    (path / name).unlink()
         with suppress(OSError):  # it holds something else
             path.rmdir()
     removed.unlink(missing_ok=True)

@@ -188,6 +188,23 @@ def test_a_checkpoint_stays_where_an_earlier_one_s_removal_was_broken_off(tmp_pa
     assert names_in(run) == {"step-1", "step-2"}
 
 
+def test_what_a_user_has_put_where_a_removal_was_broken_off_stays(tmp_path: Path) -> None:
+    """Under the same names, as another program of torch's checkpoints writes them."""
+    run = tmp_path / "run"
+
+    def save(rank: int, world_size: int) -> None:
+        pair = start()
+        save_checkpoint(run / "step-1", *pair)
+        if rank == 0:
+            (run / "step-1" / MANIFEST).rename(run / "step-1.lowlevel_zero.removed")
+            (run / "step-1" / "__0_0.distcp").write_bytes(b"mine")
+        save_checkpoint(run / "step-2", *pair)
+
+    run_ranks(save, 2)
+    assert content(run / "step-1") == {"__0_0.distcp": b"mine"}
+    assert names_in(run) == {"step-1", "step-2"}
+
+
 def test_what_cannot_be_removed_is_told_and_keeps_nothing_else_from_going(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
