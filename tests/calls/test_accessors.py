@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.deepspeed import (
     full_fp32_params,
     full_grads,
@@ -232,3 +233,21 @@ def test_a_state_that_is_set_is_stepped_with() -> None:
             torch.testing.assert_close(p.detach(), before - 0.05 * (0.9 * value + gradient))
 
     run_ranks(rank, 3)
+
+
+def test_a_number_that_was_read_is_a_copy() -> None:
+    def live(rank: int, world_size: int) -> None:
+        model = torch.nn.Linear(5, 6)
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+        for _ in range(2):
+            optimizer.backward(model(torch.ones(2, 5)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            step = safe_get_full_optimizer_state(model.weight, "step")
+            assert step is not None
+            step.add_(100)
+        again = safe_get_full_optimizer_state(model.weight, "step")
+        assert again is not None
+        assert again.item() == 2
+
+    run_ranks(live, 2)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlevel_zero.state.boxes import Box, BoxedTensor, boxes_of
+from lowlevel_zero.partition import EvenSplit
+from lowlevel_zero.state.boxes import Blocks, Box, BoxedTensor, boxes_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -75,3 +76,9 @@ def test_a_copy_has_its_own_elements_and_arithmetic_is_refused() -> None:
         assert other.local.data_ptr() != boxed.local.data_ptr()
     with pytest.raises(NotImplementedError, match="use its to_local"):
         boxed + 1
+
+
+def test_a_rank_without_elements_has_no_block() -> None:
+    """Also where the last block isn't full."""
+    blocks = Blocks(EvenSplit(numel=10, world_size=4, multiple=4), size=4)
+    assert [blocks.span(rank) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]

@@ -15,7 +15,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
 from lowlevel_zero.checkpoint.manifest import MANIFEST
-from tests.support.checkpoints import logged
+from tests.support.checkpoints import logged, wait_for_pruning
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
 
@@ -186,6 +186,22 @@ def test_a_checkpoint_stays_where_an_earlier_one_s_removal_was_broken_off(tmp_pa
 
     run_ranks(save, 2)
     assert names_in(run) == {"step-1", "step-2"}
+
+
+def test_a_damaged_one_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def save(rank: int, world_size: int) -> None:
+        pair = start()
+        for step in (1, 2):
+            save_checkpoint(run / f"step-{step}", *pair)
+        if rank == 0:
+            (run / "step-2" / "__0_0.distcp").write_bytes(b"cut off")
+        save_checkpoint(run / "step-3", *pair, keep=2)
+        wait_for_pruning()
+
+    run_ranks(save, 2)
+    assert names_in(run) == {"step-1", "step-2", "step-3"}
 
 
 def test_what_a_user_has_put_where_a_removal_was_broken_off_stays(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -113,3 +115,28 @@ def test_a_model_in_another_memory_order_is_refused_by_name() -> None:
         return str(caught.value)
 
     assert run_ranks(load, 1)[0].startswith("weight: expected state of shape (3, 2, 2, 2) and strides (8, 4, 2, 1)")
+
+
+def test_a_refused_load_has_read_nothing_into_the_states(tmp_path: Path) -> None:
+    """``dcp.load`` reads the values before the optimizer sees of which class they are."""
+
+    def live(rank: int, world_size: int) -> None:
+        def trained(make: type[torch.optim.Optimizer], times: int) -> LowLevelZeroOptimizer:
+            torch.manual_seed(0)
+            model = nn.Linear(5, 6)
+            optimizer = LowLevelZeroOptimizer(make(model.parameters()), model=model)
+            for _ in range(times):
+                optimizer.backward(model(torch.ones(2, 5)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            return optimizer
+
+        dcp.save({"optim": Sharded(trained(torch.optim.Adam, 2))}, checkpoint_id=tmp_path / "adam")
+        other = trained(torch.optim.AdamW, 1)
+        before = [value.clone() for state in other.state.values() for value in state.values()]
+        with pytest.raises(Exception, match="AdamW"):
+            dcp.load({"optim": Sharded(other)}, checkpoint_id=tmp_path / "adam")
+        after = [value for state in other.state.values() for value in state.values()]
+        assert all(map(torch.equal, before, after))
+
+    run_ranks(live, 2)

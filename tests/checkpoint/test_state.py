@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.sharded_parameter import Position, ShardedParameter
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.layout import memory_held
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state.values import SCALARS, Slice, slice_state, unshard, whole_slices
 from tests.support.oracle import Run, batch, build, check_close, groups, loss_of
@@ -345,5 +346,25 @@ def test_a_number_that_is_a_tensor_of_one_element_is_loaded() -> None:
             optimizer.zero_grad()
             optimizer.load_state_dict(optimizer.state_dict())
         assert [state["weight"].tolist() for state in optimizer.state.values()] == [[2.0], [2.0]]
+
+    run_ranks(train, 2)
+
+
+def test_a_loaded_state_is_its_owner_s_alone() -> None:
+    def train(rank: int, world_size: int) -> None:
+        model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5))
+        inner = torch.optim.AdamW(model.parameters())
+        optimizer = LowLevelZeroOptimizer(inner, model=model, split="parameters")
+
+        def held() -> int:
+            optimizer.backward(model(torch.ones(2, 5)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            return memory_held(optimizer).states
+
+        before = held()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert memory_held(optimizer).states == before
+        assert held() == before
 
     run_ranks(train, 2)

@@ -361,11 +361,16 @@ def test_what_an_asynchronous_save_meets_with_is_raised_by_the_next(tmp_path: Pa
         if rank == 0:
             folder.rmdir()
         go_on.set()
-        pair.booster.save_model(pair.model, str(tmp_path / "model.pt"))
+        try:
+            pair.booster.save_model(pair.model, str(tmp_path / "model.pt"))
+        except Exception as error:
+            pair.booster.save_model(pair.model, str(tmp_path / "model.pt"))
+            raise RuntimeError(f"once: {error}") from error
 
     first, second = run_ranks_expecting(rank, 2)
+    assert first.message.startswith("once: ")
     assert "No such file" in first.message
-    assert second.message.startswith("rank 0 could not save its model")
+    assert second.message.startswith("once: rank 0 could not save its model")
 
 
 class Kernel:
