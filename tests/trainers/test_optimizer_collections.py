@@ -21,15 +21,15 @@ ACCEPTED = (
     "AdaBound",
     "AdamG",
     "Adan",
-    "AggMo",
     "DiffGrad",
     "Lion",
     "MADGRAD",
     "QHAdam",
     "Tiger",
 )
-# Their steps depend on other elements, which shows for some gradients, or late in a run, or for some settings.
-WHOLE = ("AdaTAM", "AdamP", "SGDP", "StableAdamW")
+# Their steps depend on other elements, which shows for some gradients, or late in a run, or for some settings; or their
+# states, as AggMo's dict of momenta, can't be sliced.
+WHOLE = ("AdaTAM", "AdamP", "AggMo", "SGDP", "StableAdamW")
 # On other parameters, or on random numbers.
 REFUSED = ("ASGD", "AdamS", "Adai", "Kron", "Prodigy", "SWATS")
 
