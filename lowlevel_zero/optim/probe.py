@@ -105,7 +105,8 @@ def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
                     "of the update in a probe, so its updates depend on the other elements, on the shape, or on random "
                     "numbers"
                 )
-            if (key := _state_apart(sliced.state.get(own, {}), own)) is not None:
+            key = _state_apart(sliced.state.get(own, {}), own) or _state_apart(whole.state.get(param, {}), param)
+            if key is not None:
                 return f"its state {key!r} has tensors in a list or dict, or of another shape, which can't be sliced"
         return None
 

@@ -29,7 +29,7 @@ ACCEPTED = (
 )
 # Their steps depend on other elements, which shows for some gradients, or late in a run, or for some settings; or their
 # states, as AggMo's dict of momenta, can't be sliced.
-WHOLE = ("AdaTAM", "AdamP", "AggMo", "SGDP", "StableAdamW")
+WHOLE = ("AdaTAM", "AdamP", "AggMo", "SGDP", "SPAM", "StableAdamW")
 # On other parameters, or on random numbers.
 REFUSED = ("ASGD", "AdamS", "Adai", "Kron", "Prodigy", "SWATS")
 
