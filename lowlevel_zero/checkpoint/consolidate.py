@@ -110,8 +110,8 @@ def refuse_existing(out: Path, force: bool) -> None:
         return
     if not force:
         raise FileExistsError(f"{out}: expected nothing there: name another directory, or use --force to replace it")
-    held = [file.name for file in out.iterdir()] if out.is_dir() and not out.is_symlink() else [out.name]
-    others = sorted({*held} - {MODEL, OPTIMIZER})
+    held = list(out.iterdir()) if out.is_dir() and not out.is_symlink() else [out]
+    others = sorted(each.name for each in held if each.name not in (MODEL, OPTIMIZER) or not each.is_file())
     if others:
         raise FileExistsError(
             f"{out}: expected a directory with {MODEL} and {OPTIMIZER} alone to replace, found {others[0]}: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pathlib
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from .manifest import METADATA, OBJECTS, TAKE_ANOTHER
 from .optimizers import Name, called
-from .plan import Keys, Pickled
+from .plan import Keys, Pickled, name_of
 
 Settings: TypeAlias = dict[str, Any]
 _GROUPS, _STATES = "param_groups", "states"  # the settings that torch's tools find by name
@@ -67,7 +68,17 @@ class Objects:
         return content.getvalue(), places
 
     def check(self) -> None:
-        """Raise ``TypeError`` naming the first part that ``torch.load(weights_only=True)`` could not read back."""
+        """Check that all can be read back.
+
+        Raises:
+            TypeError: ``torch.load(weights_only=True)`` could not read a part, which is named.
+            ValueError: two values have one name.
+        """
+        names = Counter(map(name_of, self.by_keys()))
+        if (twice := next((name for name, count in names.items() if count > 1), None)) is not None:
+            raise ValueError(
+                f"{twice}: expected one value of this name, got two, as of {{'a.b': 1, 'a': {{'b': 2}}}}: rename one"
+            )
         try:
             packed(vars(self), "the checkpoint's objects")
         except TypeError:

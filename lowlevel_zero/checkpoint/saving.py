@@ -110,7 +110,7 @@ def save_checkpoint(
     _tell_untrained(contents)
     run = run_of(group, optimizers)
     contents.add_experts(share)
-    token = hashlib.sha256(f"{run.ids[0]} {target}".encode()).hexdigest()[:16]
+    token = hashlib.sha256(f"{run.ids[0]} ".encode() + os.fsencode(target)).hexdigest()[:16]
     ranks = group.ranks if group.has_others else 1
     writer = CheckpointWriter(
         target, token, side_group(group.group), group.group_rank, ranks, _manifest(contents, run), share

@@ -143,6 +143,36 @@ def test_a_path_that_one_rank_has_not_is_refused_on_all(tmp_path: Path) -> None:
         assert all("TypeError" in each for each in refused)
 
 
+def test_two_values_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Of the model's extra states, say, which torch's tools find by name."""
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"a.b": 1, "a": {"b": 2}}
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError("nothing is loaded")
+
+    def live(rank: int, world_size: int) -> str:
+        model = Extra(3, 2)
+        optimizer = LowLevelZeroOptimizer(Failing(model.parameters()), model=model)
+        return told(lambda: save_checkpoint(tmp_path / "step-1", model, optimizer))
+
+    for refused in run_ranks(live, 2):
+        assert "a.b: expected one value of this name, got two" in refused
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    def live(rank: int, world_size: int) -> None:
+        training = Training()
+        path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+        training.save(path)
+        training.load(path)
+
+    run_ranks(live, 2)
+
+
 def test_a_directory_that_nobody_may_look_into_is_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As lost+found is on a disk of one's own."""
     (tmp_path / "lost+found").mkdir()

@@ -390,7 +390,8 @@ def test_a_damaged_checkpoint_is_refused(
 
 
 def test_other_files_are_never_replaced(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for out in (checkpoint, checkpoint.parent, checkpoint / "objects.pt", tmp_path):
+    (tmp_path / "of folders" / "optimizer.pt").mkdir(parents=True)
+    for out in (checkpoint, checkpoint.parent, checkpoint / "objects.pt", tmp_path, tmp_path / "of folders"):
         before = sorted(tmp_path.rglob("*"))
         assert main(["consolidate", "--force", str(checkpoint), str(out)]) == 2
         assert "name another directory" in capsys.readouterr().err
