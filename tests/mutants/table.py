@@ -394,8 +394,8 @@ MUTANTS = [
     Mutant(
         "another world size's states load unseen",
         WHOLE,
-        "value.dim() > 0 and value.shape != record.p.shape",
-        "value.dim() > 9",
+        "is_other = value.shape != record.p.shape and not is_number",
+        "is_other = value.dim() > 9",
         STATES,
     ),
     Mutant(
