@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -78,6 +79,7 @@ class GroupContext:
         self.writing: Future[Any] | None = None
         self.is_alive = True
         self.lost = ""
+        self._process = os.getpid()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -97,9 +99,12 @@ class GroupContext:
     def end(self) -> None:
         """Finish collectives under way, and end the threads, memory and groups made for this group.
 
-        Collectives that are under way are finished first: peers may wait for them.
+        Collectives that are under way are finished first: peers may wait for them. In a fork of the process that made
+        it, nothing is ended: threads stayed there, and memory and pipes are the parent's.
         """
         self.is_alive = False
+        if os.getpid() != self._process:
+            return
         deadline, leaving = runtime().now() + _PATIENCE, Threads()
         for user in list(self.users):
             user.leave(leaving)
@@ -113,8 +118,9 @@ class GroupContext:
                     dist.destroy_process_group(each)
 
     def end_threads(self, deadline: float) -> None:
-        """Wait for the threads' tasks until the ``deadline``, and then break them off."""
-        self._end(self.threads, deadline)
+        """Wait for the threads' tasks until the ``deadline``, and then break them off; in a fork there are none."""
+        if os.getpid() == self._process:
+            self._end(self.threads, deadline)
 
     def _end(self, threads: Threads, deadline: float) -> None:
         if not threads.end(deadline - runtime().now()):
@@ -126,9 +132,12 @@ class GroupContext:
         self.threads.broken_off = True
         own = self._group()
         for group in (own, *self.beside.values()):
-            if group is not None and group.group_name.startswith(_PREFIX) and dist.get_backend(group) == "gloo":
-                peer = (group.rank() + 1) % group.size()
-                with suppress(RuntimeError):  # gloo has no other way: a wait in vain closes all connections of a group
+            if group is None or not group.group_name.startswith(_PREFIX):
+                continue
+            with suppress(RuntimeError):  # gloo has no other way: a wait in vain closes all connections of a group
+                # torch may have forgotten the group already, and then doesn't tell its backend by name.
+                if isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo):
+                    peer = (group.rank() + 1) % group.size()
                     group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 

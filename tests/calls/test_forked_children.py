@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowlevel_zero
@@ -85,8 +87,14 @@ def every_call(model: nn.Sequential, optimizer: LowLevelZeroOptimizer) -> dict[s
     }
 
 
+def destroy(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> dict[str, Callable[[], Any]]:
+    """gloo itself may wait for its threads, which aren't there: the child leaves by then."""
+    destroying = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    return {"destroy_process_group": destroying.start, "leave": lambda: destroying.join(1.0)}
+
+
 Calls = Callable[[Any, LowLevelZeroOptimizer], dict[str, Callable[[], Any]]]
-KINDS: dict[str, Calls] = {"a plain backward": plain_backward, "any other call": every_call}
+KINDS: dict[str, Calls] = {"a plain backward": plain_backward, "any other call": every_call, "destroying": destroy}
 
 
 def live(rank: int, world_size: int, kind: str, shared: str, options: dict[str, Any]) -> tuple[dict[str, str], bool]:
@@ -156,3 +164,11 @@ def test_a_parameter_that_is_being_gathered_is_not_read_in_the_child() -> None:
         assert error.startswith("RuntimeError: gather (step 1): ")
         assert "0.weight" in error
         assert "expected the process that constructed the optimizer" in error
+
+
+def test_a_child_that_destroys_its_group_leaves_its_parent_s_reductions_alone() -> None:
+    for (_, shared, chosen), ran in run_cases(
+        live, 2, [("destroying", "1", {"partition_grad": True}), ("destroying", "0", {})], timeout=30
+    ):
+        (told, same), (_, others_same) = ran.values()
+        assert (told, same, others_same) == (dict.fromkeys(told, "nothing"), True, True), (shared, chosen)

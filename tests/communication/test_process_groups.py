@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -302,3 +305,28 @@ def test_a_rank_that_waits_for_others_again_is_counted_once(monkeypatch: pytest.
             process_groups.await_all(store, [0, 1], timeout=0.0)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     process_groups.await_all(store, [0, 1], timeout=0.0)
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["the default group", "a part"])
+def test_a_group_that_is_destroyed_breaks_off_what_no_peer_joins(part: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch forgets the default group's backends before it forgets the group."""
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", "0")
+    monkeypatch.setattr(process_groups, "_PATIENCE", 0.5)
+
+    def leave(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+        unraisable: list[str] = []
+        sys.unraisablehook = lambda raised: unraisable.append(f"{raised.exc_value}")
+        model = nn.Linear(64, 64)
+        group = dist.new_group([0, 1]) if part else None
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model=model, dp_process_group=group
+        )
+        if rank == 0:
+            model(torch.ones(2, 64)).sum().backward()
+            dist.destroy_process_group(group)
+            optimizer.shard_group.context.end_threads(0.0)
+        else:
+            time.sleep(3.0)
+        return unraisable, [each.name for each in threading.enumerate() if each.name.startswith("lowlevel_zero")]
+
+    assert run_ranks(leave, 2, timeout=30)[0] == ([], [])
