@@ -369,6 +369,45 @@ def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.Mo
         own.take(100, torch.uint8)
 
 
+@pytest.mark.parametrize("options", [{"fp8_communication": True}, {"partition_grad": True}], ids=str)
+def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options: dict[str, Any]) -> None:
+    """It has no memory for any one of its blocks: also for that of a second collective, as of fp8's sums."""
+
+    def train(rank: int, world_size: int, failing: int) -> tuple[list[str], float, int]:
+        model = nn.Linear(64, 64)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+        calls, left = 0, failing
+
+        def full(*_: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == left:
+                raise OSError("no space")
+
+        if rank == 1:
+            os.posix_fallocate = full  # type: ignore[assignment]
+        began, told = time.monotonic(), []
+        for _ in range(2):
+            for call in (
+                lambda: optimizer.backward(model(torch.ones(2, 64)).sum()),
+                optimizer.step,
+                optimizer.zero_grad,
+            ):
+                try:
+                    call()
+                except RuntimeError as error:
+                    told.append(str(error))
+        return told, time.monotonic() - began, calls
+
+    blocks = run_ranks(train, 2, 0)[1][2]
+    assert blocks > ("fp8_communication" in options)
+    for failing in range(1, blocks + 1):
+        for rank, (told, seconds, _) in enumerate(run_ranks(train, 2, failing, timeout=30)):
+            assert seconds < 10
+            assert told, (failing, rank)
+            assert all("no space" in error or "rank 1" in error for error in told), (failing, told)
+
+
 # Nothing piles up
 
 

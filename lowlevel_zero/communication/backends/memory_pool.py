@@ -30,6 +30,10 @@ class Address(NamedTuple):
     pipe: int  # a file descriptor of that process
 
 
+class NoSharedMemory(MemoryError, RuntimeError):
+    """No shared memory is left: a ``RuntimeError`` too, so that it is handled as torch's errors are."""
+
+
 @dataclass
 class Block:
     """A range of this process's shared memory, used for one buffer at a time.
@@ -98,7 +102,7 @@ class Memory:
         The block is taken until all ranks have finished with it.
 
         Raises:
-            MemoryError: there is no more.
+            NoSharedMemory: there is no more.
         """
         nbytes = block_bytes(numel * dtype.itemsize)
         with self._lock:
@@ -147,20 +151,20 @@ class Memory:
         return [torch.frombuffer(self.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
 
     def _new(self, nbytes: int) -> Block:
-        """Take a new block of ``nbytes`` behind the others; raise ``MemoryError`` if the address space is used up."""
+        """Take a new block of ``nbytes`` behind the others; raise ``NoSharedMemory`` where no address space is left."""
         if self._top + nbytes > self.address.memory.size:
-            raise MemoryError(_exhausted(nbytes, "all of its address space is taken"))
+            raise NoSharedMemory(_exhausted(nbytes, "all of its address space is taken"))
         block = Block(self._top, nbytes, self._readers.setdefault(self._top, set()))
         self._blocks.append(block)
         self._top += nbytes
         return block
 
     def _populate(self, block: Block) -> None:
-        """Allocate a block's memory, or raise ``MemoryError``: writing to a missing page would kill the process."""
+        """Allocate a block's memory, or raise ``NoSharedMemory``: writing to a missing page would kill the process."""
         try:
             self._own.populate(block.offset, block.nbytes)
         except OSError as error:
-            raise MemoryError(_exhausted(block.nbytes, str(error))) from error
+            raise NoSharedMemory(_exhausted(block.nbytes, str(error))) from error
         block.resident = True
 
 
