@@ -93,6 +93,10 @@ def check_group(param_group: Any, parameters: ParameterStore) -> None:
             f"param_group: expected a dict with 'params', got {got}: pass {{'params': [p, ...], 'lr': ...}}"
         )
     params = param_group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(
+            "params: expected them in an order that is the same on every rank, got a set: pass a list or a tuple"
+        )
     param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
     for p in param_group["params"]:
         record = parameters.find(p)

@@ -168,6 +168,11 @@ OBJECTS = [
         lambda work: work.optimizer.add_param_group({"lr": 1.0}),
         Refused(TypeError, "param_group: expected a dict with 'params', got \\['lr'\\]"),
     ),
+    Wrong(
+        "a set of parameters",
+        lambda work: work.optimizer.add_param_group({"params": {nn.Parameter(torch.ones(2))}}),
+        Refused(TypeError, "params: expected them in an order .*got a set: pass a list or a tuple"),
+    ),
     Wrong("no state dict", lambda work: work.optimizer.load_state_dict(None), Refused(TypeError, "got NoneType")),
     Wrong(
         "a model's state dict",
