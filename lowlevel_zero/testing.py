@@ -80,7 +80,7 @@ def assert_trains_alike(
 
     def compare() -> Alike:
         found = _compare(make_optimizer, make_model, steps, loss or random_loss, options)
-        if found.difference > tolerance:
+        if not found.difference <= tolerance:  # NaN is a difference, too
             raise AssertionError(
                 f"{found.where}: expected it as in one process, to {tolerance:g} of its way, found it off by "
                 f"{found.difference:.2g} (split by {', '.join(dict.fromkeys(found.splits))})"

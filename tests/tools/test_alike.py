@@ -70,6 +70,14 @@ def test_one_that_trains_otherwise_is_told_by_the_parameter() -> None:
         assert_trains_alike(make, Net, split="parameters")
 
 
+def test_numbers_that_are_none_are_not_alike() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=float("nan"))
+
+    with pytest.raises(AssertionError, match="found it off by nan"):
+        assert_trains_alike(make, Net)
+
+
 def test_a_loss_and_a_mistake_of_the_caller_s() -> None:
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
