@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import chain, count, zip_longest
+from itertools import chain, zip_longest
+from math import inf
 from typing import Any, TypeAlias
 
 import torch
@@ -29,13 +31,12 @@ from .process_groups import (
     timeout_of,
     union_group,
 )
+from .runtime import runtime
 from .shard_group import ShardGroup, is_staged
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
-# Counts this process's tries. Ranks make the same grids in the same order, so a try has one number on all of them.
-_tries = count()
-_GIVEN_UP = "given up"  # the key of a try in which a rank has waited in vain
+_LOOK, _NAP = 1.0, 0.01  # seconds between looks at whether ranks are elsewhere, and where they still are
 
 _HOST = torch.device("cpu")
 _log = logging.getLogger("lowlevel_zero")
@@ -66,7 +67,7 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, st
         return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
-    outer, inner, ranks = _find_grid(group, extra, stall_timeout)
+    outer, inner, ranks = _find_grid(group, extra, hybrid_shard, stall_timeout)
     if dist.get_world_size(outer) == 1:
         return ShardGroup(inner)
     return HybridGroup(outer, inner, ranks) if hybrid_shard else ShardGroup(union_group(ranks, inner))
@@ -144,75 +145,124 @@ class HybridGroup(ShardGroup):
 # ---- from the caller's groups to a grid ----
 
 
-def _find_grid(group: Any, extra: Any, stall_timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[int]]:
+def _find_grid(
+    group: Any, extra: Any, hybrid_shard: bool, stall_timeout: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[int]]:
     """Return the outer and the inner group, and the grid's global ranks. Communicates through the store.
 
     The ranks tell each other through the store which groups they have: each reads what those of its row say, and
     whether those of its column, one in each row, have found the same. A collective would wait for ranks that have other
     groups; here a rank that can't go on says so to all that may ask it.
+
+    Each try has a number, under which its ranks meet. A rank may have made grids with others before, or have waited in
+    vain, so its next number is in the store: ranks that meet go on to the largest number of their row and column.
     """
-    me = dist.get_rank()
-    groups, grids = _stores_of_a_try()
+    me = str(dist.get_rank())
+    numbers = store_of(default_group(), "grid/next")
+    number = _next_try(numbers, [int(me)])
     try:
         outer, inner = _pair(group, extra)
         _check_own(outer, inner)
         row, column = map(dist.get_process_group_ranks, (inner, outer))
-        groups.set(str(me), json.dumps([row, column]))
-        told = _told(groups, row, stall_timeout)
-        columns = [each for _, each in told]
-        digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
-        rows = list(map(list, zip_longest(*columns)))
-        _check_grid(all(each == row for each, _ in told) and row in rows and None not in chain(*rows), row, columns)
-        grids.set(str(me), json.dumps([digest]))
-        _check_grid(all(each == [digest] for each in _told(grids, column, stall_timeout)), row, columns)
+        mates = {*row, *column}
+        found = None
+        while found is None:
+            numbers.set(me, str(number))
+            groups, grids = _stores_of_try(number)
+            own = {"row": row, "column": column, "hybrid": bool(hybrid_shard)}
+            groups.set(me, json.dumps(own))
+            told = _told(groups, row, stall_timeout, partial(_is_over, numbers, mates, number))
+            if told is not None:
+                columns = [each["column"] for each in told]
+                rows = list(map(list, zip_longest(*columns)))
+                is_grid = all(each["row"] == row for each in told) and row in rows and None not in chain(*rows)
+                _check_grid(is_grid, row, columns)
+                _check_hybrid_alike(row, told)
+                digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
+                grids.set(me, json.dumps({**own, "digest": digest}))
+                # Those of its row may be past this try already: they have waited for other columns.
+                found = _told(grids, column, stall_timeout, partial(_is_over, numbers, column, number))
+            number = number if found else max(number + 1, _next_try(numbers, mates))
+        _check_grid(all(each["digest"] == digest for each in found), row, columns)
+        _check_hybrid_alike(column, found)
     except Exception as error:
         doing = "" if isinstance(error, RuntimeError) else f"rank {me} could not construct its LowLevelZeroOptimizer: "
-        for store in (groups, grids):
-            store.set(str(me), json.dumps(f"{doing}{error}"))
-        if isinstance(error, TimeoutError):
-            groups.set(_GIVEN_UP, "")
+        groups, grids = _stores_of_try(number)
+        groups.set(me, json.dumps(None if isinstance(error, TimeoutError) else f"{doing}{error}"))
+        grids.set(me, json.dumps(f"{doing}{error}"))
         raise
+    finally:
+        numbers.set(me, str(number + 1))
     return outer, inner, list(chain(*rows))
 
 
-def _stores_of_a_try() -> tuple[Any, Any]:
-    """Return the stores in which the ranks tell each other their groups and their grids, at their next try.
+def _next_try(numbers: Any, ranks: Iterable[int]) -> int:
+    """Return the largest number of a try that one of ``ranks`` is at, or comes to next."""
+    there = [key for key in map(str, ranks) if numbers.check([key])]
+    return max(map(int, numbers.multi_get(there)), default=0)
 
-    A rank that comes when others have waited for it in vain leaves that try out: they are at their next one.
+
+def _is_over(numbers: Any, ranks: Iterable[int], number: int) -> bool:
+    """Return whether one of ``ranks`` is past the try of a ``number``."""
+    return _next_try(numbers, ranks) > number
+
+
+def _stores_of_try(number: int) -> tuple[Any, Any]:
+    """Return the stores in which the ranks of one try tell each other their groups and their grids.
+
+    An entry is a dict; or a rank's refusal, as text; or None, where the rank has waited in vain and left the try.
     """
-    while True:
-        number = next(_tries)
-        groups, grids = (store_of(default_group(), f"grid/{number}/{what}") for what in ("groups", "grids"))
-        if not groups.check([_GIVEN_UP]):
-            return groups, grids
+    groups, grids = (store_of(default_group(), f"grid/{number}/{what}") for what in ("groups", "grids"))
+    return groups, grids
 
 
-def _told(store: Any, ranks: Sequence[int], stall_timeout: float) -> list[Any]:
-    """Wait for the entries of ``ranks`` in the store, and return them; raise if one of them is a refusal.
+def _told(store: Any, ranks: Sequence[int], stall_timeout: float, is_over: Callable[[], bool]) -> list[Any] | None:
+    """Wait for the entries of ``ranks`` in the store, and return them; None: the try is over without one of them.
 
     Raises:
         RuntimeError: another rank can't go on; it says why.
         TimeoutError: one didn't come.
     """
-    keys, timeout = list(map(str, ranks)), timeout_of(default_group())
-    patience = min(stall_timeout, SHARE_OF_TIMEOUT * timeout)
-    if patience > 0 and not _came(store, keys, patience):
-        _log.warning("rank %d has waited %.3g s for %s", dist.get_rank(), patience, missing(store, ranks))
-    if not _came(store, keys, timeout - patience):
-        raise in_vain(store, ranks, timeout)
-    told = list(map(json.loads, store.multi_get(keys)))
-    for refusal in (each for each in told if isinstance(each, str)):
+    timeout = timeout_of(default_group())
+    patience = min(stall_timeout, SHARE_OF_TIMEOUT * timeout) or inf
+    began, waited = runtime().now(), 0.0
+    while len(told := _entries(store, ranks)) < len(ranks) and not (waited and is_over()):
+        lacking = [rank for rank in ranks if rank not in told]
+        if waited >= timeout:
+            raise in_vain(lacking, timeout)
+        if waited >= patience:
+            _log.warning("rank %d has waited %.3g s for %s", dist.get_rank(), patience, missing(lacking))
+            patience = inf
+        if any(store.check([str(rank)]) for rank in lacking):
+            runtime().sleep(_NAP)  # one of them is making another grid first
+        with suppress(RuntimeError):
+            seconds = min(max(_LOOK, waited / 2), patience - waited, timeout - waited)
+            store.wait(list(map(str, lacking)), timedelta(seconds=seconds))
+        waited = runtime().now() - began
+    if len(told) < len(ranks):
+        told = _entries(store, ranks)  # all were there before any of the ranks went on to another try
+    for refusal in (each for each in told.values() if isinstance(each, str)):
         raise RuntimeError(refusal)
-    return told
+    return None if None in told.values() or len(told) < len(ranks) else list(told.values())
 
 
-def _came(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until all ``keys`` are in the store; return whether they came in time."""
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:
-        return False
-    return True
+def _entries(store: Any, ranks: Sequence[int]) -> dict[int, Any]:
+    """Return the entries that are there, but for those of ranks which are making another grid, without this one."""
+    me = dist.get_rank()
+    there = [rank for rank in ranks if store.check([str(rank)])]
+    entries = zip(there, map(json.loads, store.multi_get(list(map(str, there)))), strict=True)
+    return {rank: of for rank, of in entries if not isinstance(of, dict) or me in of["row"] or me in of["column"]}
+
+
+def _check_hybrid_alike(ranks: Sequence[int], told: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if only some of ``ranks`` have chosen ``hybrid_shard``."""
+    chosen = [rank for rank, each in zip(ranks, told, strict=True) if each["hybrid"]]
+    others = [rank for rank in ranks if rank not in chosen]
+    if chosen and others:
+        raise ValueError(
+            f"hybrid_shard: expected the same on every rank, got True on ranks {chosen} and False on ranks {others}: "
+            "pass the same Communication on all ranks"
+        )
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:

@@ -231,22 +231,21 @@ def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
     began = now = runtime().now()
     while not store.check(["all"]):
         if now - began > timeout:
-            raise in_vain(store, ranks, timeout)
+            raise in_vain([rank for rank in ranks if not store.check([str(rank)])], timeout)
         runtime().sleep(max(0.001, (now - began) / 20))
         now = runtime().now()
 
 
-def in_vain(store: Any, ranks: Sequence[int], waited: float) -> TimeoutError:
-    """Return the ``TimeoutError`` that names the ranks which put no key into ``store``."""
-    lacking = missing(store, ranks)
+def in_vain(lacking: Sequence[int], waited: float) -> TimeoutError:
+    """Return the ``TimeoutError`` that names the ``lacking`` ranks."""
     return TimeoutError(
-        f"expected all ranks, waited {waited:g} seconds in vain for {lacking}: construct it on every rank"
+        f"expected all ranks, waited {waited:g} seconds in vain for {missing(lacking)}: construct it on every rank"
     )
 
 
-def missing(store: Any, ranks: Sequence[int]) -> str:
-    """Return a text that names the ranks which put no key into ``store``."""
-    named = ", ".join(str(rank) for rank in ranks if not store.check([str(rank)]))
+def missing(lacking: Sequence[int]) -> str:
+    """Return a text that names the ``lacking`` ranks."""
+    named = ", ".join(map(str, lacking))
     return f"rank {named} to construct its LowLevelZeroOptimizer. Not there yet: rank {named}"
 
 

@@ -9,9 +9,10 @@ import mmap
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread, current_thread
+from threading import Lock, RLock, Thread, current_thread
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
@@ -41,9 +42,13 @@ class Threads:
         self._tasks: WeakKeyDictionary[Thread, SimpleQueue[Any]] = WeakKeyDictionary()
 
     def start(self, thread: Thread, tasks: SimpleQueue[Any]) -> None:
-        """Start a thread, which must end when it finds None in ``tasks``."""
-        self._tasks[thread] = tasks
+        """Start a thread, which must end when it finds None in ``tasks``.
+
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
         thread.start()
+        self._tasks[thread] = tasks
 
     def end(self, seconds: float) -> bool:
         """Tell all threads to end after their tasks, and join them; return whether they ended in time."""
@@ -73,12 +78,21 @@ class Worker:
         self._thread: Thread | None = None
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Add a task, and return a future of its result; starts the thread at the first task."""
-        if self._thread is None:
-            self._thread = Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
-            self._threads.start(self._thread, self._tasks)
-            finalize(self, self._tasks.put, None).atexit = False
+        """Add a task, and return a future of its result; starts the thread at the first task.
+
+        Where the system has no more threads, the caller carries the task out: other ranks wait for it.
+        """
         done: Future[T] = Future()
+        if self._thread is None:
+            thread = Thread(target=_run, args=(self._tasks,), name=self._name, daemon=True)
+            try:
+                self._threads.start(thread, self._tasks)
+            except RuntimeError:
+                with torch.no_grad():
+                    carry_out(task, done)
+                return done
+            self._thread = thread
+            finalize(self, self._tasks.put, None).atexit = False
         self._tasks.put(partial(carry_out, task, done))
         return done
 
@@ -97,6 +111,10 @@ class Runtime:
     def lock(self) -> Lock:
         """Return a new lock between this process's threads."""
         return Lock()
+
+    def nested_lock(self) -> AbstractContextManager[bool]:
+        """Return a new lock that its holder may take again, as where the garbage collector calls a finaliser."""
+        return RLock()
 
     def now(self) -> float:
         """Return the seconds of a monotonic clock."""

@@ -67,7 +67,7 @@ class ShardGroup:
         ranks: the number of these ranks: ``size``, or more where slices have replicas (see ``grid.py``).
         slice_ranks: the global ranks that hold slices 0, 1, 2, ...
         holders: the global ranks that hold slice 0, 1, 2, ...: one each, or several replicas.
-        number: numbers the shard groups of one process group, alike on all ranks.
+        number: numbers the shard groups of one process group, alike on all ranks; 0 before their first agreement.
         device_types: the types of devices whose tensors the group can carry.
         has_others: there are other ranks, and they aren't fake.
         context: the context of the process group.
@@ -100,7 +100,7 @@ class ShardGroup:
         self.has_others = self.size > 1 and not is_fake(group)
         self.context = context_of(group)
         self.context.users.add(self)
-        self.number = next(self.context.shard_groups)
+        self.number = 0 if self.has_others else next(self.context.shard_groups)
         self.progress = Progress(self.context)
         self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # a bound method would make a reference cycle
@@ -119,23 +119,26 @@ class ShardGroup:
     def host_backend(self) -> HostBackend:
         """Return the backend for tensors on the CPU and for small messages."""
         if self._host_backend is None:
-            self._host_backend = self._messages()
+            self._host_backend = self._messages(self.number)
         return self._host_backend
 
-    def _messages(self, number: int | None = None, buffers: bool = False) -> Pairwise:
+    def _messages(self, number: int, buffers: bool = False) -> Pairwise:
         """Return a backend of pairwise messages; if ``buffers``, it has separate connections for buffers."""
         own = buffer_group(self.group) if buffers else None
-        number = self.number if number is None else number
         return Pairwise(side_group(self.group), self.context.threads, number, own)
 
     def _agreements(self) -> HostBackend:
-        """Return the backend of agreements; the first call communicates, on all ranks together."""
+        """Return the backend of agreements; the first call communicates, on all ranks together.
+
+        Then all of them have come, and the group gets its number: a rank may have waited for others in vain before.
+        """
         if not self.has_others:
             return self.host_backend
         if self.context.agreements is None:
             self.context.agreements = self._messages(0)
             processes = self.context.agreements.all_gather_object(runtime().own_process())
             remember_processes(dict(zip(dist.get_process_group_ranks(self.group), processes, strict=True)))
+        self.number = self.number or next(self.context.shard_groups)
         return self.context.agreements
 
     def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
@@ -163,13 +166,14 @@ class ShardGroup:
             if not self._agreements().exchange(refused, Kind.AGREEMENT, MAXIMUM).wait():
                 self._share_memory()
             if shared and not self.host_backend.shares_memory:
-                self._host_backend = self._messages(buffers=True)
+                self._host_backend = self._messages(self.number, buffers=True)
 
     def _share_memory(self) -> None:
         """Switch to shared memory if all ranks can map each other's. Communicates."""
         context = self.context
         if context.pool is None:
-            context.pool = open_pool(self._agreements(), timeout_of(self.group), context.threads)
+            ranks = dist.get_process_group_ranks(self.group)
+            context.pool = open_pool(self._agreements(), ranks, timeout_of(self.group), context.threads)
             if isinstance(context.pool, Memory):
                 context.agreements = SharedMemory(self.rank, context.pool, 0)
         if isinstance(context.pool, Memory):
@@ -349,7 +353,7 @@ class ShardGroup:
         return agreed
 
     def _maximum(self, few: Tensor) -> Tensor:
-        return (self.context.agreements or self._agreements()).exchange(few, Kind.AGREEMENT, MAXIMUM).wait()
+        return self._agreements().exchange(few, Kind.AGREEMENT, MAXIMUM).wait()
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
         """Start an element-wise maximum of a few bytes over the ranks, beside the buffers. Communicates.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -79,6 +80,7 @@ class OnDemand:
 
     def __init__(self) -> None:
         self._lock = runtime().lock()
+        self._starting = 0  # the thread that starts collectives
         self._waiting: deque[tuple[Work[Any], Callable[[], None]]] = deque()
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
@@ -87,6 +89,8 @@ class OnDemand:
         self._waiting.append((first, partial(carry_out, partial(_started, first, start), second)))
 
         def wait() -> T:
+            if self._starting == get_ident():
+                raise RuntimeError("expected no finaliser within a collective that waits for a result of this one")
             with self._lock:
                 self._start_due(second)
             return second.result().wait()
@@ -103,8 +107,12 @@ class OnDemand:
 
     def _start_due(self, last: Future[Any] | None = None) -> None:
         """Start, in order, second collectives whose first is over; and all up to ``last``, waiting for them."""
-        while self._waiting and (self._waiting[0][0].ready() or not (last is None or last.done())):
-            self._waiting.popleft()[1]()
+        self._starting = get_ident()
+        try:
+            while self._waiting and (self._waiting[0][0].ready() or not (last is None or last.done())):
+                self._waiting.popleft()[1]()
+        finally:
+            self._starting = 0
 
 
 class OnThread:

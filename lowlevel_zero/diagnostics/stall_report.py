@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, ref
+
+from torch.distributed import get_process_group_ranks
 
 from ..communication.process_groups import SHARE_OF_TIMEOUT, store_of, timeout_of
 from ..communication.progress import AGREEMENT, Collective
@@ -34,6 +36,9 @@ _LEFT = 2**62  # a question's number that is never reached: an answer to it answ
 _LOOKS, _PATIENCE = 10, 3
 _SLOWEST_LOOK, _FASTEST_LOOK = 5.0, 0.02
 _SLOW = "All ranks have come: it is slow, or doesn't get through"
+
+# The answers to a question by global rank; None: there is none yet.
+_Answers: TypeAlias = Mapping[int, "dict[str, Any] | None"]
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -63,6 +68,7 @@ class Watch(Thread):
 
     Attributes:
         timeout: as given.
+        rank: this process's global rank.
         pause: seconds between looks.
         over: gets an item when the watch is over; a finaliser may put it at any time.
     """
@@ -71,8 +77,9 @@ class Watch(Thread):
         super().__init__(name="lowlevel_zero watchdog", daemon=True)
         self.over = over = SimpleQueue[None]()
         self._group = ref(group, lambda _: over.put(None))
-        self._rank, self._size = group.group_rank, group.ranks
-        self._store = store_of(group.group, f"stall/{group.number}")
+        self._ranks = get_process_group_ranks(group.group)
+        self.rank = self._ranks[group.group_rank]
+        self._number, self._store = group.number, store_of(group.group, f"stall/{group.number}")
         self._progress = group.progress
         self.timeout = timeout
         self.pause = min(max(timeout / _LOOKS, _FASTEST_LOOK), _SLOWEST_LOOK)
@@ -89,7 +96,8 @@ class Watch(Thread):
                 self.over.get(timeout=self.pause)
                 break
         with suppress(RuntimeError):  # the process that holds the store has ended
-            self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
+            if self._number:  # else the next try to construct an optimizer has the same place in the store
+                self._say(_LEFT, f"has let go of its optimizer, after {self._progress.step} steps")
         del self._store  # lest a thread that isn't joined any more be its last owner
 
     def _look(self, now: float) -> bool:
@@ -98,6 +106,8 @@ class Watch(Thread):
         progress = self._progress = self._progress if group is None else group.progress  # it may have changed
         if progress.left or group is None:
             return False
+        if group.number != self._number:
+            self._number, self._store = group.number, store_of(group.group, f"stall/{group.number}")
         del group
         seen = (progress.waits_for is None, progress.waits, progress.step, *progress.begun.values())
         if seen != self._seen:
@@ -117,7 +127,7 @@ class Watch(Thread):
             if progress.missing:
                 waited = now - self._since
                 call = f" in {progress.call}, which all ranks call," if progress.call else ""
-                told = self._rank, waited, call, what, progress.missing
+                told = self.rank, waited, call, what, progress.missing
                 _log.warning("rank %d has waited %.3g s%s for the %s. %s", *told)
         return True
 
@@ -137,15 +147,15 @@ class Watch(Thread):
 
     def _say(self, question: int, where: str) -> None:
         answer = {"question": question, "begun": self._progress.begun, "is": where}
-        self._store.set(f"rank {self._rank}", json.dumps(answer))
+        self._store.set(f"rank {self.rank}", json.dumps(answer))
 
     # ---- asking ----
 
     def _found(self, place: Collective, now: float) -> tuple[str, str] | None:
         """Return a stalled collective and its missing ranks as text, by asking the other ranks; None: not known yet."""
         if self._question is None:
-            leader = self._store.compare_set(_key(place, "leader"), "", str(self._rank))
-            leads = str(leader, "ascii") == str(self._rank)
+            leader = self._store.compare_set(_key(place, "leader"), "", str(self.rank))
+            leads = str(leader, "ascii") == str(self.rank)
             patience = (_PATIENCE if leads else 2 * _PATIENCE) * self.pause
             self._question = _Question(place, self._store.add("questions", 1), leads, now + patience)
             return None
@@ -155,8 +165,8 @@ class Watch(Thread):
             return what, missing
         if not question.leads and now < question.until:
             return None
-        answers = [self._answer_of(rank, question.number) for rank in range(self._size)]
-        if None in answers and now < question.until:
+        answers = {rank: self._answer_of(rank, question.number) for rank in self._ranks}
+        if None in answers.values() and now < question.until:
             return None
         found = self._in_words(question.place, answers)
         self._store.set(key, json.dumps(found))
@@ -167,7 +177,7 @@ class Watch(Thread):
         answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"question": 0}
         return answer if answer["question"] >= question else None
 
-    def _in_words(self, place: Collective, answers: list[dict[str, Any] | None]) -> tuple[str, str]:
+    def _in_words(self, place: Collective, answers: _Answers) -> tuple[str, str]:
         """Return as text the collective that this rank waits for, and which ranks are missing in it."""
         if self._progress.waits_for is not None:
             return str(place), _missing(place, answers) or _SLOW
@@ -180,12 +190,12 @@ def _key(place: Collective, name: str) -> str:
     return f"{place.kind}/{place.serial}/{name}"
 
 
-def _missing(place: Collective, answers: Iterable[dict[str, Any] | None]) -> str:
+def _missing(place: Collective, answers: _Answers) -> str:
     """Return the ranks that haven't begun a collective as text; empty if all have."""
     first = place.kind == AGREEMENT and place.serial == 0  # that of construction
     silent = "it hasn't constructed its optimizer, or its process has" if first else "its process has"
     missing = []
-    for rank, answer in enumerate(answers):
+    for rank, answer in answers.items():
         if answer is None:
             missing.append(f"rank {rank} (doesn't answer: {silent} ended or stands still)")
         elif answer["begun"][place.kind] <= place.serial:
@@ -207,11 +217,16 @@ def seconds_of(diagnostics: object) -> float:
 def watch(group: ShardGroup, timeout: float) -> Watch | None:
     """Start the thread that reports waits in ``group`` of more than ``timeout`` seconds, and return it.
 
-    0: watch nothing.
+    0: watch nothing. If the system has no more threads, a warning says so, and nothing is watched.
     """
     if timeout <= 0 or not group.has_others:
         return None
     if group not in _watches:
-        _watches[group] = made = Watch(group, min(timeout, SHARE_OF_TIMEOUT * timeout_of(group.group)))
-        runtime().watch(made, made.over, group.context.threads)
+        made = Watch(group, min(timeout, SHARE_OF_TIMEOUT * timeout_of(group.group)))
+        try:
+            runtime().watch(made, made.over, group.context.threads)
+        except RuntimeError as error:
+            _log.warning("stalls aren't reported on rank %d, where no thread can be started: %s", made.rank, error)
+            return None
+        _watches[group] = made
     return _watches[group]

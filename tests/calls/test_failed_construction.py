@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -201,6 +205,29 @@ def test_what_has_no_values_is_refused() -> None:
     run_ranks(work, 2)
 
 
+def test_a_buffer_that_is_not_dense_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 4)
+        model.register_buffer("adjacency", torch.eye(4).to_sparse())
+        with pytest.raises(ValueError, match=r"adjacency: expected a dense tensor, got layout torch.sparse_coo"):
+            LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+    run_ranks(work, 2)
+
+
+def test_a_named_parameter_that_it_has_already_is_refused_and_it_trains_on() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(3, 2)
+        sgd = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(sgd, model=model)
+        with pytest.raises(ValueError, match="weight: expected a parameter this optimizer doesn't have yet"):
+            optimizer.add_param_group({"params": [("weight", model.weight)]})
+        optimizer.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+
+    run_ranks(work, 2)
+
+
 def test_a_group_that_shares_memory_with_what_is_sharded() -> None:
     def work(rank: int, world_size: int) -> None:
         p = nn.Parameter(torch.ones(7))
@@ -209,3 +236,30 @@ def test_a_group_that_shares_memory_with_what_is_sharded() -> None:
             optimizer.add_param_group({"params": [nn.Parameter(p.data[2:4])]})
 
     run_ranks(work, 2)
+
+
+def test_a_rank_that_has_waited_in_vain_constructs_it_when_the_others_come(tmp_path: Path) -> None:
+    def construct(rank: int, world_size: int) -> tuple[list[str], bool]:
+        dist.init_process_group(
+            "gloo", f"file://{tmp_path}/meeting", rank=rank, world_size=world_size, timeout=timedelta(seconds=1.5)
+        )
+        model, refused = nn.Linear(3, 3), []
+        if rank == 1:
+            time.sleep(2.5)
+        for _ in range(3):
+            try:
+                optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+                break
+            except TimeoutError as error:
+                refused.append(str(error))
+        optimizer.backward(model(torch.full((2, 3), float(rank))).sum())
+        optimizer.step()
+        optimizer.verify()
+        return refused, bool(optimizer.get_grad_norm() > 0)
+
+    (refused, early), (none, late) = run_ranks(construct, 2, init=False, timeout=20)
+    assert early
+    assert late
+    assert len(refused) == 1
+    assert "rank 1 to construct" in refused[0]
+    assert none == []

@@ -184,7 +184,7 @@ def to(pipe: ControlPipe) -> PeerPipe:
 
 def connected(own: ControlPipe) -> list[ControlPipe]:
     """Pipes of ranks 1 and 2, of this same process, which tell ``own``, rank 0's, what they have to say."""
-    others = [ControlPipe(rank, {}, Threads()) for rank in (1, 2)]
+    others = [ControlPipe(rank, range(3), {}, Threads()) for rank in (1, 2)]
     for rank, other in enumerate(others, 1):
         own.peers[rank] = to(other)
         other.peers[0] = to(own)
@@ -192,7 +192,7 @@ def connected(own: ControlPipe) -> list[ControlPipe]:
 
 
 def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ControlPipe(0, {}, Threads())
+    own = ControlPipe(0, range(3), {}, Threads())
     others = connected(own)
     looks = 0
     collect = own.collect
@@ -216,7 +216,7 @@ def test_a_pipe_is_looked_at_only_if_what_is_known_doesn_t_do(monkeypatch: pytes
 
 
 def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
-    own = ControlPipe(0, {}, Threads())
+    own = ControlPipe(0, range(3), {}, Threads())
     others = connected(own)
     for count in (1, 400, 1024, 3000):
         for serial in range(count):
@@ -229,7 +229,7 @@ def test_any_amount_of_messages_is_taken_in_at_a_time() -> None:
 
 
 def test_any_number_of_blocks_may_be_finished_with_at_a_time() -> None:
-    own = Memory(0, 2, Threads())
+    own = Memory(0, range(2), Threads())
     others = connected(own.pipe)
     blocks = [own.take(1, torch.uint8)[0] for _ in range(600)]
     for block in blocks:
@@ -348,7 +348,7 @@ def test_it_leaves_room_where_the_address_space_is_limited() -> None:
     ids=["host", "file", "token", "process"],
 )
 def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason: str) -> None:
-    own = Memory(0, 1, Threads())
+    own = Memory(0, range(1), Threads())
     seen_by_another(own)
     before = descriptors()
     with pytest.raises((OSError, ValueError), match=reason):
@@ -357,7 +357,7 @@ def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason
 
 
 def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Memory(0, 1, Threads())
+    own = Memory(0, range(1), Threads())
     with pytest.raises(MemoryError, match=f"{SWITCH}=0"):
         own.take(own.address.memory.size, torch.uint8)
 

@@ -323,6 +323,7 @@ def test_who_is_busy_elsewhere_with_nobody_missing_is_left_alone() -> None:
         told = Told(Reports())
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         group = ShardGroup(pairs[rank // 2])
+        group.all_reduce_max([0])  # as construction does
         watch(group, timeout)
         give(group, "ab")
         if rank == 3:
@@ -341,6 +342,7 @@ def test_who_has_left_without_beginning_it_is_missed() -> None:
     def live(rank: int, world_size: int) -> list[str]:
         told = Told(reports)
         group = ShardGroup()
+        group.all_reduce_max([0])  # as construction does
         watch(group, TIMEOUT)
         if rank == 1:
             group.leave()

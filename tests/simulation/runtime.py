@@ -164,6 +164,30 @@ class SimulatedLock:
         self.release()
 
 
+class SimulatedNestedLock(SimulatedLock):
+    """A lock that its actor may take again."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
+        self._owner: object = None
+        self._times = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take it, or take it once more."""
+        is_own = self._times > 0 and self._owner is self._scheduler.running
+        if not is_own and not super().acquire(blocking):
+            return False
+        self._owner = self._scheduler.running
+        self._times += 1
+        return True
+
+    def release(self) -> None:
+        """Let another one take it when it was released as often as taken."""
+        self._times -= 1
+        if not self._times:
+            super().release()
+
+
 class IdleRuntime(Runtime):
     """When a simulation has ended: workers of what is collected then do nothing, and no thread starts."""
 
@@ -194,6 +218,10 @@ class SimulatedRuntime(Runtime):
     def lock(self) -> SimulatedLock:
         """A lock that waits by the scheduler."""
         return SimulatedLock(self._network.scheduler)
+
+    def nested_lock(self) -> SimulatedNestedLock:
+        """A lock that waits by the scheduler, and that its actor may take again."""
+        return SimulatedNestedLock(self._network.scheduler)
 
     def now(self) -> float:
         """The simulated clock."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import sys
 import traceback
 from array import array
@@ -29,7 +28,6 @@ from torch.distributed import distributed_c10d as c10d
 from lowlevel_zero import lives, streams
 from lowlevel_zero.bookkeeping import awaited
 from lowlevel_zero.bookkeeping.step_state import StepState
-from lowlevel_zero.communication import grid
 from lowlevel_zero.communication import runtime as seam
 from lowlevel_zero.communication.runtime import Runtime
 from lowlevel_zero.streams import Streams
@@ -67,7 +65,6 @@ _PROCESS_WIDE: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     (StepState, "in_backward", list),
     (StepState, "alive", WeakSet),
     (lives, "_alive", WeakValueDictionary),
-    (grid, "_tries", itertools.count),
 )
 
 

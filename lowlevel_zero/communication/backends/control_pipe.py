@@ -54,6 +54,7 @@ class ControlPipe:
 
     Args:
         rank: this process's rank.
+        names: the global ranks, for messages.
         readers: the ranks that haven't finished with a block of this process's memory, by the block's offset.
         threads: owns the threads that write records which found no room.
 
@@ -62,16 +63,18 @@ class ControlPipe:
         peers: the other ranks' pipes, by rank.
     """
 
-    def __init__(self, rank: int, readers: Mapping[int, set[int]], threads: Threads) -> None:
+    def __init__(self, rank: int, names: Sequence[int], readers: Mapping[int, set[int]], threads: Threads) -> None:
         self._threads = threads
         self._own = runtime().own_pipe()
         self.descriptor = self._own.descriptor
         self.peers: dict[int, PeerPipe] = {}
-        self._rank = rank
+        self._rank, self._names = rank, names
         self._readers = readers
         self._serials: defaultdict[int, count[int]] = defaultdict(count)
         self._received: dict[Key, dict[int, BlockPart]] = {}
-        self._lock, self._sleeping = runtime().lock(), runtime().lock()
+        self._read: deque[tuple[int, ...]] = deque()
+        # Garbage collection may find an optimizer in here, whose finaliser receives what is under way of it.
+        self._lock, self._sleeping = runtime().nested_lock(), runtime().nested_lock()
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), nbytes: int = 0) -> Key:
         """Send each peer where this rank's part of its next collective lies, and its blocks read here; never waits.
@@ -100,15 +103,26 @@ class ControlPipe:
 
     def collect(self) -> None:
         """Read all records that have come, without waiting."""
+        is_empty = False
         with self._lock, suppress(BlockingIOError):
-            while records := self._own.read(_MOST):
-                for kind, sender, serial, offset, start, nbytes, *finished in _RECORD.iter_unpack(records):
-                    for block in filter(None, finished):
-                        self._readers[block].discard(sender)
-                    if kind:
-                        self._received.setdefault((kind, serial), {})[sender] = BlockPart(offset, start, nbytes)
-                if len(records) < _MOST:
+            while True:
+                with suppress(IndexError):  # a finaliser within this loop takes in the rest
+                    while True:
+                        self._take_in(*self._read.popleft())
+                if is_empty:
                     return
+                records = self._own.read(_MOST)
+                is_empty = len(records) < _MOST
+                self._read.extend(_RECORD.iter_unpack(records))
+
+    def _take_in(
+        self, kind: int, sender: int, serial: int, offset: int, start: int, nbytes: int, *finished: int
+    ) -> None:
+        """Note what one record tells: where a part lies, and which blocks its sender has finished with."""
+        for block in filter(None, finished):
+            self._readers[block].discard(sender)
+        if kind:
+            self._received.setdefault((kind, serial), {})[sender] = BlockPart(offset, start, nbytes)
 
     def has(self, key: Key) -> bool:
         """Return whether the records of all ranks for a collective have come."""
@@ -132,14 +146,14 @@ class ControlPipe:
             missing -= self._received.get(key, {}).keys()
             if missing.intersection(ended):
                 raise TransportError(
-                    f"expected gradients or parameters of rank {min(missing.intersection(ended))}, whose process has "
-                    "ended"
+                    f"expected gradients or parameters of rank {self._names[min(missing.intersection(ended))]}, whose "
+                    "process has ended"
                 )
             if missing:
                 now = runtime().now()
                 deadline = now + timeout if deadline is None else deadline
                 if self._threads.broken_off or now > deadline:
-                    ranks = f"ranks {sorted(missing)}"
+                    ranks = f"ranks {[self._names[place] for place in sorted(missing)]}"
                     raise TransportError(f"expected gradients or parameters of {ranks} within {timeout:g} s")
         return self._received.pop(key)
 

@@ -55,7 +55,7 @@ class Memory:
 
     Args:
         rank: this process's rank.
-        ranks: the number of processes that map it, this one included.
+        ranks: the global ranks of the processes that map it, this one included.
         threads: owns the threads of its pipe.
 
     Attributes:
@@ -69,12 +69,12 @@ class Memory:
         OSError: the system has no such thing, or no room for it.
     """
 
-    def __init__(self, rank: int, ranks: int, threads: Threads) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], threads: Threads) -> None:
         self._threads = threads
-        self._rank, self._everybody = rank, range(ranks)
-        self._own = runtime().own_memory(ranks)
+        self._rank, self._everybody = rank, range(len(ranks))
+        self._own = runtime().own_memory(len(ranks))
         self._readers: dict[int, set[int]] = {}
-        self.pipe = ControlPipe(rank, self._readers, threads)
+        self.pipe = ControlPipe(rank, ranks, self._readers, threads)
         self.map = self._own.map
         self.maps: dict[int, mmap.mmap] = {}
         self.timeout = 0.0
@@ -173,15 +173,18 @@ def block_bytes(nbytes: int) -> int:
     return max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
 
 
-def open_pool(ranks: HostBackend, timeout: float, threads: Threads) -> Memory | str:
-    """Return memory that all ranks share, or the reason why they can't share any. Communicates: all ranks call it."""
-    own = _or_why_not(lambda: Memory(ranks.rank, ranks.size, threads))
-    addresses = ranks.all_gather_object(own if isinstance(own, str) else own.address)
-    refusals = _refusals(addresses)
+def open_pool(backend: HostBackend, ranks: Sequence[int], timeout: float, threads: Threads) -> Memory | str:
+    """Return memory that all ``ranks`` share, or the reason why they can't. Communicates: all ranks call it.
+
+    ``backend`` carries what these global ranks tell each other.
+    """
+    own = _or_why_not(lambda: Memory(backend.rank, ranks, threads))
+    addresses = backend.all_gather_object(own if isinstance(own, str) else own.address)
+    refusals = _refusals(addresses, ranks)
     if isinstance(own, str) or refusals:
         return refusals
     refused = _or_why_not(lambda: own.connect(addresses, timeout))
-    return _refusals(ranks.all_gather_object(refused)) or own
+    return _refusals(backend.all_gather_object(refused), ranks) or own
 
 
 def _or_why_not(make: Callable[[], T]) -> T | str:
@@ -194,9 +197,10 @@ def _or_why_not(make: Callable[[], T]) -> T | str:
         return str(error)
 
 
-def _refusals(answers: list[object]) -> str:
+def _refusals(answers: list[object], ranks: Sequence[int]) -> str:
     """Return the ranks that can't share memory, and their reasons, as text; empty if all can."""
-    return "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str))
+    refusals = ((rank, answer) for rank, answer in zip(ranks, answers, strict=True) if isinstance(answer, str))
+    return "; ".join(f"rank {rank}: {answer}" for rank, answer in refusals)
 
 
 def _exhausted(nbytes: int, reason: str) -> str:
