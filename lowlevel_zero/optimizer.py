@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -190,7 +191,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._warned = False
         self._guard = Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
         self._settings = Settings(optimizer)
-        self._untrained = Untrained(model, self.sharded_parameters, self.shard_group.group_rank, alive)
+        self._untrained = Untrained(model, self.sharded_parameters, alive)
         self._make_groups()
         self.calls = Calls(self.sharded_groups, self.shard_group, self._guard, self.step_state, self.streams)
         self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
@@ -308,8 +309,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
         elif not self._warned:
             self._warned = True
-            rank = self.shard_group.group_rank
-            _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", rank)
+            _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", dist.get_rank())
 
     @contextmanager
     def _gradient_sync(
@@ -452,7 +452,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             self._end_step()
         self._observer.cleared()
         lacked = True in [each.reducer.has_lacked for each in self.sharded_groups]
-        self._untrained.look(self.sharded_groups[0].group.progress.step, lacked)
+        self._untrained.look(self.shard_group.progress.step, lacked)
         verify_every = self.options.diagnostics.verify_every
         if verify_every and self.shard_group.progress.step % verify_every == 0:
             self._verify()
@@ -462,7 +462,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """Check that a step may begin, finish gathers, and return the step's call for the ranks to compare."""
         call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
-        settings = self._settings.at(self.sharded_groups[0].group.progress.step, others)
+        settings = self._settings.at(self.shard_group.progress.step, others)
         return call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
 
     def _take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
@@ -528,6 +528,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         for each in self.sharded_groups:
             each.reducer.end_step()
             each.group.trim()
+        for group in self.sharded_parameters.shard_groups:
+            group.progress.step += 1
 
     def _skip(self, scaler: LossScaler) -> None:
         """Lower the loss scale after an overflow, and drop all gradients. Doesn't communicate."""

@@ -476,7 +476,6 @@ class Reducer:
             self.plan.follow(self._unused.detecting)
         self._gradients.version += 1
         self._group.progress.micro_batch = 0
-        self._group.progress.step += 1
 
     # ---- queries ----
 

@@ -98,8 +98,8 @@ def check_group(param_group: Any, parameters: ParameterStore) -> None:
             "params: expected them in an order that is the same on every rank, got a set: pass a list or a tuple"
         )
     param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    for p in param_group["params"]:
-        record = parameters.find(p)
+    for entry in param_group["params"]:
+        record = parameters.find(entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry)  # may be named
         if record is not None:
             raise ValueError(
                 f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has: leave it out of "
@@ -159,10 +159,15 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
 
 
 def check_has_values(model: nn.Module | None) -> None:
-    """Raise ``ValueError`` if a parameter or buffer of ``model`` is on meta."""
+    """Raise ``ValueError`` if a parameter or buffer of ``model`` is on meta, or isn't dense."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
         if tensor.is_meta:
             raise ValueError(f"{name}: expected values, got a tensor on meta: materialise the model first (to_empty)")
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name}: expected a dense tensor, got layout {tensor.layout}: keep it as a plain attribute instead of "
+                "a buffer, or make it dense (to_dense)"
+            )
 
 
 def _check_dense_gradients(model: nn.Module | None, names: dict[Tensor, str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
@@ -185,11 +186,12 @@ class BadNumbers:
         if not suspects:
             return "no parameter has kept a sign of where it came from"
         first = min(suspects)
-        ranks = [rank for rank, seen in enumerate(gathered) if first.place in seen.sent]
+        by_rank = dict(zip(get_process_group_ranks(self._ranks.group), gathered, strict=True))
+        ranks = [rank for rank, seen in by_rank.items() if first.place in seen.sent]
         found = f"first in {first.name} (bucket {first.bucket})"
         if self._ranks.ranks == 1 or ranks:
-            return f"{found}, from rank {', '.join(map(str, ranks or [0]))}"
-        holders = ", ".join(str(rank) for rank, seen in enumerate(gathered) if seen.first == first)
+            return f"{found}, from rank {', '.join(map(str, ranks or by_rank))}"
+        holders = ", ".join(str(rank) for rank, seen in by_rank.items() if seen.first == first)
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import nn
 
 from ..bookkeeping.module_names import own_names
@@ -35,7 +36,6 @@ class Untrained:
     Args:
         model: the module whose parameters should be trained; None: there is none.
         parameters: the records of the optimizer.
-        rank: this process's rank, for messages.
         alive: returns all optimizers of this process, in the order of their construction.
     """
 
@@ -43,12 +43,10 @@ class Untrained:
         self,
         model: nn.Module | None,
         parameters: ParameterStore,
-        rank: int,
         alive: Callable[[], Mapping[int, _Trained]],
     ) -> None:
         self._model = model
         self._parameters = parameters
-        self._rank = rank
         self._alive = alive
         self._lacked = False
         self._told: set[str] = set()
@@ -77,5 +75,5 @@ class Untrained:
                 "Add it by optimizer.add_param_group({'params': [p]}) on every rank, or freeze it by "
                 "requires_grad_(False)",
                 listed(new),
-                self._rank,
+                dist.get_rank(),
             )

@@ -70,7 +70,7 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
     if len(set(map(len, by_rank))) > 1:
         return first_difference(by_rank, ranks, _MODEL)
     values = zip(*(sums for _, sums in told), strict=True)
-    return _where_values_differ(dict(zip(names.values(), values, strict=True)), ranks)
+    return _where_values_differ(list(zip(names.values(), values, strict=True)), ranks)
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -90,13 +90,13 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
     return values
 
 
-def _where_values_differ(gathered: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
+def _where_values_differ(gathered: Sequence[tuple[str, Sequence[int]]], ranks: Sequence[int]) -> str:
     """Return an error message about the first entry that differs between ranks; there must be one."""
-    for name, by_rank in gathered.items():
+    for name, by_rank in gathered:
         expected = max(by_rank, key=by_rank.count)
         others = [rank for rank, value in zip(ranks, by_rank, strict=True) if value != expected]
         if others:
-            count = sum(len(set(values)) > 1 for values in gathered.values())
+            count = sum(len(set(values)) > 1 for _, values in gathered)
             alike = [rank for rank in ranks if rank not in others]
             return (
                 f"{name}: expected the same values on every rank, got others on {listed_ranks(others)} than on "

@@ -130,3 +130,20 @@ def test_buffers_are_compared_when_asked_for() -> None:
         optimizer.verify(buffers=True)
 
     check_all(run_ranks_expecting(live, 2), "1.running_mean: ")
+
+
+def test_a_layer_that_was_replaced_on_all_ranks_and_differs() -> None:
+    """Two tensors have one name then: the former one's record, and the new one."""
+
+    def live(rank: int, world_size: int) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = wrap(model)
+        former, model[0] = model[0], nn.Linear(3, 3)
+        former.weight.data[0, 0] += rank  # type: ignore[union-attr, operator]
+        with pytest.raises(RuntimeError) as refused:
+            optimizer.verify()
+        return str(refused.value)
+
+    for found in run_ranks(live, 2):
+        assert "0.weight: expected the same values on every rank" in found
