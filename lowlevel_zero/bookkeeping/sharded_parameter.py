@@ -293,12 +293,15 @@ class ShardedParameter:
         return gather
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a tensor of ``p``'s shape in the order of ``padded``: ``[numel]``."""
-        return flat_in_memory_order(tensor, self.p)
+        """Return the elements of a tensor of ``p``'s shape in the order of ``padded``: ``[numel]``.
+
+        The caller may have given ``p`` a memory of other strides since, which the next step moves back.
+        """
+        return flat_in_memory_order(tensor, self.view)
 
     def restore(self, flat: Tensor) -> Tensor:
-        """Return the inverse of ``flatten``: the ``[numel]`` elements in ``p``'s shape and strides."""
-        return torch.as_strided(flat, self.p.shape, self.p.stride(), flat.storage_offset())
+        """Return the inverse of ``flatten``: the ``[numel]`` elements in ``p``'s shape and ``view``'s strides."""
+        return torch.as_strided(flat, self.view.shape, self.view.stride(), flat.storage_offset())
 
     def slice_of(self, tensor: Tensor) -> Tensor:
         """Return a copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape; padding is zeros."""
@@ -313,7 +316,7 @@ class ShardedParameter:
 
     def shaped(self, own: Tensor) -> Tensor:
         """Return this rank's slice, ``[s]``, in ``p32``'s shape; the memory is the same."""
-        return self.split.shaped(own, self.p)
+        return self.split.shaped(own, self.view)
 
     def flat_slice(self, own: Tensor) -> Tensor:
         """Return a tensor of ``p32``'s shape as a slice, ``[s]``: the inverse of ``shaped``."""

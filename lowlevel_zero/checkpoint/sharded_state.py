@@ -170,8 +170,8 @@ class ShardedState:
         if not is_slice(key, like, record, of_elements):
             return None
         if split.owner is None:
-            return _Division(split, tuple(record.p.shape), record.p.stride())
-        whole = record.p if like.shape == record.p.shape else torch.empty(like.shape, device="meta")
+            return _Division(split, tuple(record.view.shape), record.view.stride())
+        whole = record.view if like.shape == record.view.shape else torch.empty(like.shape, device="meta")
         return _Division(WholeSplit(like.numel(), split.world_size, split.owner), tuple(whole.shape), whole.stride())
 
     def room(self) -> States:
@@ -270,7 +270,7 @@ class ShardedState:
         if not isinstance(tensor, BoxedTensor):
             return tensor
         own, size = tensor.local, record.row.numel()
-        expected, got = (tuple(record.p.shape), record.p.stride()), (tuple(tensor.shape), tensor.strides)
+        expected, got = (tuple(record.view.shape), record.view.stride()), (tuple(tensor.shape), tensor.strides)
         if is_scale(key, keys):
             (start, stop), block = record.split.span(record.rank), block_size(self._optim)
             own = scales_of(own, block, start - tensor.start * block, stop - start)

@@ -173,7 +173,7 @@ def _is_split_alike(record: ShardedParameter, value: ShardedGradient) -> bool:
     other, _ = value.root().held()
     if value.live() is None or (other.split, other.rank) != (record.split, record.rank):
         return False
-    return (other.p.shape, other.p.stride()) == (record.p.shape, record.p.stride())
+    return (other.view.shape, other.view.stride()) == (record.view.shape, record.view.stride())
 
 
 def _expanded(target: ShardedGradient, value: Tensor) -> Tensor:

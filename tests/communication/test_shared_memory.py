@@ -402,9 +402,10 @@ def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options
     blocks = run_ranks(train, 2, 0)[1][2]
     assert blocks > ("fp8_communication" in options)
     for failing in range(1, blocks + 1):
-        for rank, (told, seconds, _) in enumerate(run_ranks(train, 2, failing, timeout=30)):
+        ran = run_ranks(train, 2, failing, timeout=30)
+        for rank, (told, seconds, _) in enumerate(ran):
             assert seconds < 10
-            assert told, (failing, rank)
+            assert told or ran[1][2] < failing, (failing, rank)  # blocks may be free again in time
             assert all("no space" in error or "rank 1" in error for error in told), (failing, told)
 
 
