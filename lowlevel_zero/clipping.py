@@ -54,9 +54,10 @@ def clip_grad_norm_(
             "scale by it anyway"
         )
     factor = clip_factor(norm, max_norm)
+    told = f" from {float(norm):.3g}" if norm.is_cpu else ""  # which a plain gradient may make another on each rank
     for optimizer, records in sharded.items():
         multiply = partial(GradientStore.multiply, factor=factor)
-        optimizer.gradients.change(records, f"clip_grad_norm_ to {max_norm:.3g}", multiply)
+        optimizer.gradients.change(records, f"clip_grad_norm_ to {max_norm:.3g}{told}", multiply)
     if own and foreach:
         torch._foreach_mul_(own, factor)
     else:

@@ -319,21 +319,25 @@ class Reducer:
         return self._keeps_some or bool(self._buckets.in_flight or self._gradients.buckets)
 
     def _follow_callers(self) -> None:
-        """Close an open sync before a backward, and drop gradients that were set to None; raise for assigned ones."""
+        """Close an open sync before a backward, and drop gradients that were set to None or replaced.
+
+        Raises:
+            RuntimeError: the gradient of a slice was assigned.
+        """
         touched = self._gradients.touched() if self._shows_some else []
         for record in touched:
-            record.check_slice()
-        self._drop_cleared(touched)
+            record.check_before_backward()
+        self._drop_cleared(touched, adds=True)
 
-    def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None) -> None:
+    def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None, adds: bool = False) -> None:
         """Drop the gradients whose ``p.grad``, or slice's, the caller has set to None; close an open sync before.
 
         Which of its reductions have been started differs by rank, so they all come first. Gradients that a later
-        backward has left in it stay.
+        backward has left in it stay. If a backward ``adds``, sums are dropped that an assigned gradient replaces.
         """
         if touched is None:
             touched = self._gradients.touched() if self._shows_some else []
-        cleared = self._gradients.hide_cleared(touched) if touched else []
+        cleared = self._gradients.hide_cleared(touched, adds) if touched else []
         if self._buckets.is_open:
             self._drop([record for record in cleared if record.p.grad is not None])
             cleared = [record for record in cleared if record.p.grad is None]
@@ -382,11 +386,15 @@ class Reducer:
                 record.check_gradient()
         except RuntimeError as error:
             call = call._replace(error=call.error or error)
-        assigned = self._gradients.take_assigned(touched) if touched else {}
-        for record in assigned:
-            self.note_edit(f"{record.common_name} by an assignment")
+        assigned = self._gradients.assigned(touched) if touched else {}
+        edits = [f"{record.common_name} by an assignment" for record in assigned]
+        self._edited.update(edits)
         with self._streams.home():
-            present = self.agree_on_syncs(call, touched, completes=True)
+            try:
+                present = self.agree_on_syncs(call, touched, completes=True)
+            except BaseException:  # they are still assigned, and the next call notes them
+                self._edited -= Counter(edits)
+                raise
             self.has_lacked |= present is not None
             if present is not None:
                 self._gradients.resolve(present)
@@ -396,6 +404,8 @@ class Reducer:
     def _assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
         """Copy the gradients that callers have assigned to ``p32.grad`` into the sums; raise where there is no sum."""
         for record in assigned:
+            record.p32.grad = None if record.shown is None else record.slice_handle
+        for record in assigned:
             if not record.worked:
                 error = ValueError(
                     f"{record.name}: expected .grad of a slice to be assigned where some rank has a gradient for the "
@@ -403,7 +413,7 @@ class Reducer:
                 )
                 raise raised_by_all(error, self._group)
         self._streams.join()
-        self._gradients.edit(assigned, {record: [partial(_copy, value)] for record, value in assigned.items()})
+        self._gradients.assign(assigned)
 
     def agree_on_syncs(
         self, call: Call, touched: Sequence[ShardedParameter] | None = None, completes: bool = False
@@ -483,10 +493,6 @@ class Reducer:
     def has_gradients(self) -> bool:
         """Return whether a backward has left unreduced gradients here."""
         return bool(self._buckets.arrivals or self._gradients.leftovers())
-
-
-def _copy(value: Tensor, own: Tensor) -> None:
-    own.copy_(value[: len(own)])
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

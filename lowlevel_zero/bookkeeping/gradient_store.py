@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -256,10 +257,11 @@ class GradientStore:
             if record.unreduced is not None and not record.is_empty
         ]
 
-    def hide_cleared(self, touched: Iterable[ShardedParameter]) -> list[ShardedParameter]:
+    def hide_cleared(self, touched: Iterable[ShardedParameter], adds: bool = False) -> list[ShardedParameter]:
         """Hide the gradients whose ``p.grad``, or whose slice's, was set to None, as by ``model.zero_grad()``.
 
-        A later backward may have left another gradient in ``p.grad``. Returns their records.
+        A later backward may have left another gradient in ``p.grad``. If a backward is about to add to gradients, one
+        that the caller has assigned takes their place, too. Returns their records.
         """
         cleared = [
             record
@@ -267,7 +269,7 @@ class GradientStore:
             if record.shown is not None
             and (
                 record.p32.grad is None
-                or (record.p.grad is not record.shown and (record.p.grad is None or record.arrived))
+                or (record.p.grad is not record.shown and (adds or record.p.grad is None or record.arrived))
             )
         ]
         hide_gradients(cleared)
@@ -296,15 +298,15 @@ class GradientStore:
                 record.show()
         self.taken_out.clear()
 
-    def take_assigned(self, touched: Iterable[ShardedParameter]) -> dict[ShardedParameter, Tensor]:
-        """Return the gradients that callers assigned to ``p32.grad``, ``[s]``, which stands for ``g`` again."""
-        assigned: dict[ShardedParameter, Tensor] = {}
-        for record in touched:
-            given = record.p32.grad
-            if given is not None and given is not record.slice_handle:
-                record.p32.grad = None if record.shown is None else record.slice_handle
-                assigned[record] = given
-        return {record: _plain_slice(record, given) for record, given in assigned.items()}
+    def assigned(self, touched: Iterable[ShardedParameter]) -> dict[ShardedParameter, Tensor]:
+        """Return the gradients that callers have assigned to ``p32.grad``, in its shape; they stay there."""
+        given = ((record, record.p32.grad) for record in touched)
+        return {r: gradient for r, gradient in given if gradient is not None and gradient is not r.slice_handle}
+
+    def assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
+        """Copy assigned gradients of slices into the sums."""
+        plain = {record: _plain_slice(record, given) for record, given in assigned.items()}
+        self.edit(plain, {record: [partial(_copy, value)] for record, value in plain.items()})
 
     # ---- who had one ----
 
@@ -358,6 +360,10 @@ class GradientStore:
 def _like(sums: Tensor, total: Tensor, bucket: Bucket) -> Tensor:
     """Return ``total``, or only this rank's row of it if ``sums`` has one row."""
     return bucket.own_row(total) if total.dim() > sums.dim() else total
+
+
+def _copy(value: Tensor, own: Tensor) -> None:
+    own.copy_(value[: len(own)])
 
 
 def _plain_slice(record: ShardedParameter, given: Tensor) -> Tensor:

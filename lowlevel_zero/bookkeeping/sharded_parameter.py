@@ -372,20 +372,20 @@ class ShardedParameter:
             )
 
     def check_gradient(self) -> None:
-        """Raise ``RuntimeError`` for a ``p.grad`` that is sparse, or assigned while there is a reduced one."""
+        """Raise ``RuntimeError`` for a ``p.grad`` that is sparse, another's, or assigned while there is a sum."""
         gradient = self.p.grad
         if gradient is None or gradient is self.shown:
             return
         if gradient.layout is not torch.strided:
             self.refuse_sparse(gradient)
-        if self.worked and not self.arrived:
+        if isinstance(gradient, Handle) or (self.worked and not self.arrived):
             self.refuse_assigned()
 
     def refuse_assigned(self) -> NoReturn:
         """Raise the error for a ``p.grad`` that was assigned while there is a ``g``."""
         raise RuntimeError(
             f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that was "
-            "assigned by hand, and would be added: write it by p.grad.copy_(tensor) on every rank"
+            "assigned by hand: write it by p.grad.copy_(tensor) on every rank"
         )
 
     @property
@@ -393,8 +393,10 @@ class ShardedParameter:
         """Return whether the caller has assigned to ``p32.grad`` since the handle was shown there."""
         return self.shown is not None and self.p32.grad is not self.slice_handle
 
-    def check_slice(self) -> None:
-        """Raise ``RuntimeError`` if a tensor has been assigned to ``p32.grad``: a backward would add to it."""
+    def check_before_backward(self) -> None:
+        """Raise ``RuntimeError`` if a backward would add to another's gradient, or to one assigned to ``p32.grad``."""
+        if isinstance(self.p.grad, Handle) and self.p.grad is not self.shown:
+            self.refuse_assigned()
         if self.slice_is_edited and self.p32.grad is not None:
             self.refuse_edited_slice("assigned")
 

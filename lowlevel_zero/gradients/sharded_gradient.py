@@ -137,7 +137,9 @@ class ShardedGradient(Handle):
         """Raise for an assignment to ``.data``, unless it assigns the gradient itself."""
         if value is self:  # as ``model.to(device)`` does where nothing changes
             return
-        if (value.dtype, value.device) != (self.dtype, self.device):
+        if isinstance(value, DetachedGradient) and value.live() is self and value.is_current:
+            return  # as the second half of ``p.grad.data *= 0.5`` does, whose first has written it
+        if (value.dtype, value.device, value.stride()) != (self.dtype, self.device, self.stride()):
             raise refusals.CONVERSION(self.name_of_parameter, value.dtype, value.device)
         raise refusals.DATA(self.name_of_parameter)
 

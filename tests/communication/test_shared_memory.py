@@ -388,13 +388,15 @@ def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options
             os.posix_fallocate = full  # type: ignore[assignment]
         began, told = time.monotonic(), []
         for _ in range(2):
-            for call in (
-                lambda: optimizer.backward(model(torch.ones(2, 64)).sum()),
-                optimizer.step,
-                optimizer.zero_grad,
-            ):
+            try:
+                optimizer.backward(model(torch.ones(2, 64)).sum())
+                optimizer.step()
+            except RuntimeError as error:
+                told.append(str(error))
+            while True:  # until the ranks are together again
                 try:
-                    call()
+                    optimizer.zero_grad()
+                    break
                 except RuntimeError as error:
                     told.append(str(error))
         return told, time.monotonic() - began, calls
@@ -402,11 +404,10 @@ def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options
     blocks = run_ranks(train, 2, 0)[1][2]
     assert blocks > ("fp8_communication" in options)
     for failing in range(1, blocks + 1):
-        ran = run_ranks(train, 2, failing, timeout=30)
-        for rank, (told, seconds, _) in enumerate(ran):
+        for told, seconds, calls in run_ranks(train, 2, failing, timeout=30):
             assert seconds < 10
-            assert told or ran[1][2] < failing, (failing, rank)  # blocks may be free again in time
-            assert all("no space" in error or "rank 1" in error for error in told), (failing, told)
+            assert told or calls < failing  # blocks may be free again in time
+            assert all("no space" in error or "rank 1" in error for error in told)
 
 
 # Nothing piles up
