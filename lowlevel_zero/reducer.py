@@ -106,6 +106,7 @@ class Reducer:
         self._edited: Counter[str] = Counter()  # edits of gradients that the ranks are to agree on
         self.has_lacked = False
         self._graph_task = -1
+        self._running: set[int] = set()  # the plain backwards that have begun, and haven't come to their end
         self._warned = number > 0 or group.group_rank > 0
         self.extend()
 
@@ -274,11 +275,13 @@ class Reducer:
             return False
         self._group.progress.check_process(f"the backward of {record.name}")
         self._graph_task = task
-        Variable._execution_engine.queue_callback(self._graph_task_ended)
+        self._running.add(task)
+        Variable._execution_engine.queue_callback(partial(self._graph_task_ended, task))
         return True
 
-    def _graph_task_ended(self) -> None:
+    def _graph_task_ended(self, task: int) -> None:
         """Close the sync of a plain backward that has ended, unless it was nested in another."""
+        self._running.discard(task)
         if torch._C._current_autograd_node() is not None:
             return
         if self._buckets.is_open:
@@ -423,6 +426,9 @@ class Reducer:
         Nothing is in flight then. On a device the current stream has yet to ``join`` the sums. Gradients that are left
         in ``p.grad`` stay there, unless the call ``completes`` them. The call comes first, before anything is done.
         """
+        if self._running:
+            self._running.clear()
+            self._state.failure.note(RuntimeError("a loss.backward() has ended by an error"), Damage.GRADIENTS)
         call = call._replace(error=call.error or self._state.failure.refusal(call.name, completes))
         try:
             was_open = self._buckets.is_open

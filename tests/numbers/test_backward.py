@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 
 import pytest
@@ -210,3 +210,35 @@ def test_a_step_between_forward_and_backward_is_noticed(subtests: pytest.Subtest
             for error in ran.raised():
                 assert error.type == "RuntimeError"
                 assert "modified by an inplace operation" in error.message
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a step", "another backward"])
+def test_a_plain_backward_that_ends_by_an_error_loses_the_gradients(again: bool) -> None:
+    """As an ``optimizer.backward`` does: the gradients that had come before the error aren't stepped."""
+
+    def train(rank: int, world_size: int) -> None:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_bucket_size=4)
+        before = [p.detach().clone() for p in model.parameters()]
+
+        def fail(_: Tensor) -> None:
+            if rank == 1:
+                raise ZeroDivisionError("the moon is full")
+
+        hook = model[0].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
+            model(torch.ones(2, 3)).sum().backward()
+        hook.remove()
+        if again:
+            model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"lost some on this rank to an error before .*loss.backward\(\) has ended"
+        ):
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), before))
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.verify()
+
+    run_ranks(train, 2, timeout=30)
