@@ -6,6 +6,7 @@ themselves if they can.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -362,7 +363,7 @@ def _scaling(optim: Any, factor: float | Tensor, overflow: Tensor | None, device
 
 def _inverse(factor: float | Tensor, device: torch.device) -> Tensor:
     """Return ``1 / factor``, by which fused kernels divide gradients: 0-d, fp32, on ``device``."""
-    inverse = 1.0 / factor
+    inverse = 1.0 / factor if isinstance(factor, Tensor) or factor else math.inf  # clipping by a norm of inf
     if isinstance(inverse, Tensor):
         return inverse.to(device, torch.float32)
     return torch.full((), inverse, dtype=torch.float32, device=device)  # copying the host's would wait for the device

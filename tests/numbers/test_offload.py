@@ -86,6 +86,23 @@ def test_the_norm_that_clips_is_that_of_edited_gradients() -> None:
     torch.testing.assert_close(offloaded, plain)
 
 
+def test_a_norm_of_inf_clips_as_it_does_on_the_device() -> None:
+    """Torch multiplies by 0 then: what was inf becomes NaN, and all other gradients are 0."""
+
+    def train(rank: int, world_size: int, offload: bool) -> Tensor:
+        p = nn.Parameter(torch.ones(4))
+        inner = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
+        optimizer = LowLevelZeroOptimizer(inner, cpu_offload=offload, clip_grad_norm=1.0)
+        optimizer.backward((p * torch.tensor([1.0, 1.0, torch.inf, 1.0])).sum())
+        optimizer.step()
+        return p.detach()
+
+    for offload in (False, True):
+        for p in run_ranks(train, 2, offload, timeout=30):
+            assert p.isnan().tolist() == [False, False, True, False]
+            assert p[[0, 1, 3]].tolist() == [1.0, 1.0, 1.0]
+
+
 # ---- the two sides ----
 
 
