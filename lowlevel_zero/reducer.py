@@ -84,7 +84,6 @@ class Reducer:
         self._gradients = gradients
         self._buckets = buckets
         self._streams = buckets.streams
-        self._half = any(record.p.dtype == torch.float16 for record in self._records)
         self._overlaps = options.communication.overlap_reductions
         device = self._records[0].padded.device
         bucket_size = options.communication.bucket_size or group.bucket_size(device)
@@ -209,6 +208,8 @@ class Reducer:
         running = StepState.in_backward
         of_another = bool(running) and running[-1] is not self._state
         if not self._state.syncs or of_another:
+            if not running:
+                self._refuse_unscaled(record)
             if of_another and self._state.syncs and not (self._buckets.is_open or self._state in running):
                 self._keep_until_all_agree(record)
                 return False
@@ -244,12 +245,7 @@ class Reducer:
     def _check_plain(self, record: ShardedParameter) -> None:
         """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced; else wake sleeping gradients."""
         self._group.progress.check_process(f"the backward of {record.name}")
-        if self._half and self._state not in StepState.in_backward:  # the loss isn't scaled, and the step would unscale
-            raise RuntimeError(
-                f"{record.name}: expected the backward of a model with fp16 parameters through "
-                "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
-                "loss.backward()"
-            )
+        self._refuse_unscaled(record)
         refuse_compiled(record.name)
         if self._streams.captures():
             raise RuntimeError(
@@ -257,6 +253,17 @@ class Reducer:
                 "run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
             )
         self._state.wake_up()
+
+    def _refuse_unscaled(self, record: ShardedParameter) -> None:
+        """Raise for a gradient of a plain ``loss.backward()`` if losses are scaled, since the step would unscale it."""
+        if self._state.is_scaled and self._state not in StepState.in_backward:
+            error = RuntimeError(
+                f"{record.name}: expected the backward of a model with fp16 parameters through "
+                "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
+                "loss.backward()"
+            )
+            self._state.failure.note(error, Damage.GRADIENTS)
+            raise error
 
     def _keep_until_all_agree(self, record: ShardedParameter) -> None:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call.

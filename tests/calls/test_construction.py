@@ -6,11 +6,13 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import Communication, Diagnostics, LossScale, LowLevelZeroOptimizer
@@ -134,6 +136,29 @@ def test_a_bare_backward_of_an_fp16_model() -> None:
         optimizer.step()
 
     run_ranks(rank, 2)
+
+
+def test_a_bare_backward_that_misses_the_fp16_part_of_a_model() -> None:
+    """One scaler is for all shard groups, and for gradients that wait under ``no_sync``."""
+
+    def rank(rank: int, world_size: int, dtypes: tuple[torch.dtype, torch.dtype], waits: bool) -> None:
+        alone = [dist.new_group([each]) for each in range(world_size)]
+        model = nn.Sequential(nn.Linear(3, 4).to(dtypes[0]), nn.Linear(4, 2).to(dtypes[1]))
+        part = model[dtypes.index(torch.float32)]
+        optimizer = wrap(model, pg_to_param_list={alone[rank]: list(model[1].parameters())})
+        with (
+            optimizer.no_sync() if waits else nullcontext(),
+            pytest.raises(RuntimeError, match=r"expected the backward of a model with fp16 parameters"),
+        ):
+            part(torch.ones(1, part.in_features)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"expected the whole gradients"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    mixed = (torch.float32, torch.float16)
+    for dtypes in (mixed, mixed[::-1]):
+        for waits in (False, True):
+            run_ranks(rank, 2, dtypes, waits, timeout=30)
 
 
 def test_a_group_that_is_added_by_half() -> None:
