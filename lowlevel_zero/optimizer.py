@@ -293,8 +293,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             return
         ran: list[Tensor] = []
         scaled.register_hook(ran.append)  # type: ignore[no-untyped-call]
+        self.step_state.has_come = False
         yield scaled
-        if not ran and any(each.reducer.has_gradients for each in self.sharded_groups):
+        if self.step_state.has_come and not ran:
             raise RuntimeError(
                 "expected the backward of a model with fp16 parameters from the scaled loss, got one from another: "
                 "write «with optimizer.backward_pass(loss) as scaled: scaled.backward()», and begin the step anew with "

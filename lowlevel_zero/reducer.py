@@ -189,6 +189,7 @@ class Reducer:
         buckets, state, running = self._buckets, self._state, StepState.in_backward
         usual = running and running[-1] is state and state.syncs and buckets.is_open and buckets.expected is None
         earlier, record.arrived = record.arrived, True
+        state.has_come = True
         if self._streams.several:
             self._streams.note_gradient_stream()
         if (earlier or not usual) and not self._admit(record, earlier):
@@ -499,13 +500,6 @@ class Reducer:
             self.plan.follow(self._unused.detecting)
         self._gradients.version += 1
         self._group.progress.micro_batch = 0
-
-    # ---- queries ----
-
-    @property
-    def has_gradients(self) -> bool:
-        """Return whether a backward has left unreduced gradients here."""
-        return bool(self._buckets.arrivals or self._gradients.leftovers())
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -98,6 +98,7 @@ class StepState:
     Attributes:
         phase: how far gradients are.
         syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
+        has_come: a gradient has come, in the backward under way or the last one.
         agreed: the ranks have agreed on the call under way.
         failure: what errors have left on this rank.
         wake: brings back what sleeps on the host; None: nothing does.
@@ -113,6 +114,7 @@ class StepState:
         self._scaler = scaler
         self.phase = Phase.COMING
         self.syncs = True
+        self.has_come = False
         self.agreed = False
         self.failure = Failure()
         self.wake: Callable[[], None] | None = None

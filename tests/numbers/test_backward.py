@@ -104,6 +104,33 @@ def test_backward_by_grad_of_a_scaled_model() -> None:
         assert not torch.equal(by_loss, net(layers=1).half()[0].weight)
 
 
+def test_a_pass_without_a_backward_adds_nothing_to_a_scaled_model() -> None:
+    """As for a micro-batch whose loss isn't finite: gradients of others are no sign of a wrong backward."""
+
+    def train(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+        results = []
+        for passes in (True, False):
+            model = net(layers=1).half()
+            optimizer = LowLevelZeroOptimizer(momentum(model), model=model, initial_scale=64.0)
+            for step in range(2):
+                with optimizer.no_sync():
+                    optimizer.backward(model(data(step, rank).half()).float().sum())
+                if passes:
+                    with optimizer.backward_pass(model(data(9, rank).half()).float().sum()):
+                        pass
+                optimizer.step()
+                optimizer.zero_grad()
+                if passes:
+                    with optimizer.no_sync(), optimizer.backward_pass(model(data(9, rank).half()).float().sum()):
+                        pass
+            results.append(model[0].weight.detach().clone())
+        return results[0], results[1]
+
+    for with_passes, without in run_ranks(train, 2, timeout=30):
+        assert torch.equal(with_passes, without)
+        assert not torch.equal(without, net(layers=1).half()[0].weight)
+
+
 def test_backward_context_surrounds_backward() -> None:
     def train(rank: int, world_size: int) -> list[str]:
         seen: list[str] = []
