@@ -62,7 +62,7 @@ class LossScaler:
         of_this_scale = self._counts[:2]
         growth_step, hysteresis_step = of_this_scale.unbind()
         backs_off = overflow & (hysteresis_step >= self.hysteresis)
-        grows = growth_step == self.growth_interval
+        grows = growth_step >= self.growth_interval  # a loaded count may be beyond
         factor = torch.where(backs_off, self._backoff, torch.where(grows, self._growth, self._stay))
         self.scale.mul_(factor).clamp_(self.min_scale, self.max_scale)
         of_this_scale.masked_fill_(grows, 0)

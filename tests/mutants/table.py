@@ -299,7 +299,7 @@ MUTANTS = [
     Mutant(
         "the scale grows one step late",
         SCALER,
-        "growth_step == self.growth_interval",
+        "growth_step >= self.growth_interval",
         "growth_step > self.growth_interval",
         "tests/numbers/test_loss_scaler.py",
     ),

@@ -196,6 +196,14 @@ def test_a_loaded_scale_is_moved_into_the_bounds() -> None:
     assert scaler.loss_scale == 512
 
 
+def test_a_loaded_count_beyond_the_growth_interval_grows_at_once() -> None:
+    saved = LossScaler(LossScale(initial_scale=256, growth_interval=8))
+    scales(saved, "......")
+    scaler = make()
+    scaler.load_state_dict(saved.state_dict())
+    assert scales(scaler, "....") == [512, 512, 512, 1024]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
