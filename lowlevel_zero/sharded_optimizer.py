@@ -162,7 +162,8 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a plain torch optimizer's state dict; each rank keeps its slices. Every rank calls it.
 
-        Every rank calls it, with the same state dict. The states are taken without communication.
+        Every rank calls it, with the same state dict. The states are taken without communication. Gradients stay, as in
+        torch; fp16: if the loaded loss scale is another, they are cleared, as those of a step that is skipped.
 
         Raises (on all ranks; nothing has been changed then):
             TypeError: not a mapping.
@@ -177,7 +178,11 @@ class ShardedOptimizer(Optimizer):
         """Finish reductions, and run the body, which loads whole states on all ranks. Communicates."""
         self.begin_load("load_state_dict")
         self.finish_syncs("load_state_dict")
+        scale = None if self.scaler is None else self.scaler.loss_scale
         yield
+        if self.scaler is not None and self.scaler.loss_scale != scale:  # which the step would divide by
+            for each in self.sharded_groups:
+                each.gradients.clear()
         self.step_state.failure.mend(Damage.PARAMETERS)
 
     def begin_load(self, call: str) -> None:

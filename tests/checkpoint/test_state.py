@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -265,6 +266,28 @@ def test_nothing_of_a_loaded_state_dict_is_kept_beyond_the_next_step() -> None:
         assert held() == before
 
     run_ranks(train, 2)
+
+
+def test_gradients_go_if_another_loss_scale_is_loaded_between_backward_and_step() -> None:
+    """They carry the former one. Of the same scale they stay, as in torch."""
+
+    def load(rank: int, world_size: int, saved_scale: float, waits: bool) -> tuple[float, float]:
+        saved, p = (nn.Parameter(torch.ones(4, dtype=torch.float16)) for _ in range(2))
+        state = LowLevelZeroOptimizer(torch.optim.SGD([saved], lr=1.0), initial_scale=saved_scale).state_dict()
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD([p], lr=1.0), initial_scale=64.0)
+        with optimizer.no_sync() if waits else nullcontext():
+            optimizer.backward(p.float().sum() * 0.25)
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        stepped = p[0].item()
+        optimizer.zero_grad()
+        optimizer.backward(p.float().sum() * 0.25)
+        optimizer.step()
+        return stepped, p[0].item()
+
+    for waits in (False, True):
+        assert run_ranks(load, 2, 16.0, waits, timeout=30) == [(1.0, 0.75)] * 2
+        assert run_ranks(load, 2, 64.0, waits, timeout=30) == [(0.75, 0.5)] * 2
 
 
 def test_settings_of_groups_are_loaded() -> None:
