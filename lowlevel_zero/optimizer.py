@@ -562,7 +562,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             if p.grad is not None:
                 record = self.sharded_parameters.find(p)
                 if record is None or p.grad is not record.shown:
-                    p.grad.detach_().zero_()
+                    if p.grad.grad_fn is not None:
+                        p.grad.detach_()
+                    else:
+                        p.grad.requires_grad_(False)  # a view can't be detached
+                    p.grad.zero_()
 
     # ---- param groups, of which an optimizer is made ----
 

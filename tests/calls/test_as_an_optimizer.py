@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.ranks import run_cases
+from tests.support.ranks import run_cases, run_ranks
 from tests.support.scripts import (
     WAYS,
     Alone,
@@ -87,6 +87,17 @@ def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests:
     for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
         with subtests.test(load_on):
             assert ran.values() == [[True] * 5] * 2
+
+
+def test_gradients_that_are_views_of_one_buffer_become_zeros() -> None:
+    def zero(rank: int, world_size: int) -> list[float]:
+        ps = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        optimizer, flat = LowLevelZeroOptimizer(torch.optim.SGD(ps, lr=1.0)), torch.ones(8)
+        ps[0].grad, ps[1].grad = flat[:4], flat[4:]
+        optimizer.zero_grad(set_to_none=False)
+        return flat.tolist()
+
+    assert run_ranks(zero, 2, timeout=30) == [[0.0] * 8] * 2
 
 
 def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:
