@@ -34,13 +34,14 @@ def clip_grad_norm_(
     Args:
         parameters: of models, or slices from ``optimizer.param_groups``; of one optimizer, of several, or of none.
         max_norm: of all of them, which gradients are scaled down to.
-        norm_type: above 0, or inf.
+        norm_type: above 0, or inf; ``"inf"`` is understood, too.
         error_if_nonfinite: raise where the norm is inf or NaN; the host waits for it. Nothing is changed then.
         foreach: of parameters that aren't sharded, as torch takes it.
 
     Returns:
         The norm before, 0-d: of whole gradients, averaged and unscaled.
     """
+    norm_type = float(norm_type)
     sharded, plain = _parted(parameters)
     norms = [optimizer.gradients.norm(records, norm_type) for optimizer, records in sharded.items()]
     own = [p.grad for p in plain if p.grad is not None]

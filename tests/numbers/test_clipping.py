@@ -103,6 +103,18 @@ def clip_uneven(rank: int, world_size: int, norm_type: float) -> None:
         torch.testing.assert_close(p, q)
 
 
+def test_the_largest_element_by_the_name_that_torch_takes() -> None:
+    def clip(rank: int, world_size: int) -> tuple[float, ...]:
+        part = Part(0)
+        optimizer = LowLevelZeroOptimizer(sgd(part.parameters()), model=part)
+        optimizer.backward(part(batch(0, rank)).sum())
+        clips: list[Any] = [lowlevel_zero.clip_grad_norm_, torch.nn.utils.clip_grad_norm_]
+        return tuple(float(each(part.parameters(), INF, norm_type="inf")) for each in clips)
+
+    for ours, torchs in run_ranks(clip, 2, timeout=30):
+        assert ours == torchs > 0
+
+
 def not_finite(rank: int, world_size: int, _: float) -> None:
     """Refused on all ranks, with gradients as they were."""
     part = Part(0)
