@@ -258,9 +258,11 @@ class Stepper:
     ) -> None:
         """Step and gather part by part, or all at once unless ``in_parts``. Communicates."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it,
-        # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients.)
+        # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients, or
+        # of fp64, since a kernel takes the scale in fp32.)
         fused = in_parts and is_fused(self._optim)
-        by_optimizer = fused and all(each.records[0].p32.dtype.itemsize > 2 for part in parts for each in part.buckets)
+        dtypes = {each.records[0].p32.dtype for part in parts for each in part.buckets}
+        by_optimizer = fused and dtypes <= {torch.float32}
         device = parts[0].records[0].p32.device
         with _scaling(self._optim, factor if by_optimizer else 1.0, overflow, device) if fused else nullcontext():
             for part in parts:
@@ -316,7 +318,7 @@ class Stepper:
             row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
         exact = isinstance(factor, float) and factor == 1.0
         if not (by_optimizer or exact):
-            if is_fused(self._optim):  # in the kernel's arithmetic: a replica's rank may have no hooks
+            if is_fused(self._optim) and dtype is torch.float32:  # as the kernel: a replica's rank may have no hooks
                 row.div_(_inverse(factor, row.device))
             else:
                 row.mul_(factor)
