@@ -135,7 +135,12 @@ class EvenSplit:
         return tuple(of_parameter)
 
     def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
-        """Cut ``rank``'s slice from a whole state, padded with zeros, and return it."""
+        """Cut ``rank``'s slice from a whole state, padded with zeros, and return it; a single element is every rank's.
+
+        An optimizer may compute with such a number also on ranks that hold only padding of the parameter.
+        """
+        if self.numel == 1:
+            return flatten(whole).expand(self.slice_size).clone()
         start, stop = self.span(rank)
         own = whole.new_zeros(self.slice_size)
         own[: stop - start] = flatten(whole)[start:stop]

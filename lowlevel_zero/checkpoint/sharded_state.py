@@ -214,9 +214,11 @@ class ShardedState:
         for name, record in self._records.items():
             flat, states = dict(settings["states"].get(name, {})), saved.states.get(name, {})
             for key, like in states.items():
-                if self._division(key, like, states, record, record.p.shape) is None:
-                    flat[key] = self._room(key, like, states, record)
-                    saved.read(flat[key], name, key)
+                of_single = _is_single(record) and key != MASTER
+                if of_single or self._division(key, like, states, record, record.p.shape) is None:
+                    whole = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+                    saved.read(whole, name, key)
+                    flat[key] = self._own(name, key, whole, states)
                 elif key != MASTER:
                     room = torch.zeros((), dtype=like.dtype, device=record.p32.device)
                     of_elements = record.split.owner is None or is_scale(key, states)
@@ -225,7 +227,7 @@ class ShardedState:
         return found
 
     def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return boxed tensors to read this rank's slices of ``saved`` states into; replicated states are left out.
+        """Return boxed tensors to read this rank's slices of ``saved`` states into; states that are whole are left out.
 
         Their memory is that of the states that ``load`` has replaced, where those are of the same kind.
         """
@@ -236,7 +238,7 @@ class ShardedState:
         return {
             key: room
             for key, like in saved.items()
-            if key != MASTER or takes_master(record)
+            if (takes_master(record) if key == MASTER else not _is_single(record))
             if isinstance(room := self._room(key, like, saved, record, former.get(key)), BoxedTensor)
         }
 
@@ -268,7 +270,8 @@ class ShardedState:
                 "and load_checkpoint"
             )
         if not isinstance(tensor, BoxedTensor):
-            return tensor
+            is_sliced = _is_single(record) and is_slice(key, tensor, record, record.p.shape)
+            return record.shaped(record.own_part(tensor)) if is_sliced else tensor
         own, size = tensor.local, record.row.numel()
         expected, got = (tuple(record.view.shape), record.view.stride()), (tuple(tensor.shape), tensor.strides)
         if is_scale(key, keys):
@@ -395,6 +398,11 @@ def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> lis
             else:
                 experts.append(name)
     return list(dict.fromkeys(name for at in before for name in (*before[at], at) if name is not None))
+
+
+def _is_single(record: ShardedParameter) -> bool:
+    """Return whether all ranks step a parameter of a single element, of which all but one hold padding."""
+    return record.split.owner is None and record.p.numel() == 1
 
 
 def _takes(record: ShardedParameter, key: str) -> bool:

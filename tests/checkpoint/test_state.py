@@ -88,6 +88,12 @@ def test_one_number_a_parameter_is_never_cut(p: Tensor, key: str) -> None:
         assert slice_state({key: value}, record_of(p.clone(), rank, 2))[key] is value
 
 
+@pytest.mark.parametrize("p", [torch.tensor(1.0), torch.ones(1)], ids=["0-d", "one"])
+def test_the_state_of_a_single_element_is_every_rank_s(p: Tensor) -> None:
+    for rank in range(2):
+        assert slice_state({"count": torch.full_like(p, 7.0)}, record_of(p.clone(), rank, 2))["count"].tolist() == [7]
+
+
 def test_what_is_not_of_the_parameter_s_size_is_not_cut() -> None:
     state = {"exp_avg": torch.arange(6.0).view(2, 3), "rows": torch.arange(2.0), "lr": 0.5, "name": "p", "none": None}
     cut = slice_state(state, record_of(torch.zeros(2, 3), 1, 2))
