@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ..bookkeeping.storages import flat_in_memory_order
 from ..state.boxes import BoxedTensor, Shape, boxes_in_memory
-from ..state.values import SCALARS
+from ..state.values import STEP
 from .manifest import METADATA, OBJECTS, TAKE_ANOTHER, TRAINABLE, Manifest, SavedTensor, read_manifest
 from .objects import Objects, Settings, read_metadata, read_objects
 from .plan import name_of
@@ -91,12 +91,12 @@ class SavedCheckpoint:
             keys = self.metadata.planner_data[full]
             if keys[:2] == _STATE and isinstance(described, TensorStorageMetadata):
                 found.setdefault(keys[2], {})[keys[3]] = self._state(described, keys[2], keys[3])
-        order = {name: sorted(state, key=lambda key: (key not in SCALARS, key)) for name, state in found.items()}
+        order = {name: sorted(state, key=lambda key: (key != STEP, key)) for name, state in found.items()}
         return {name: {key: state[key] for key in order[name]} for name, state in found.items()}
 
     def _state(self, described: TensorStorageMetadata, name: str, key: str) -> Tensor:
         entry, size, dtype = self.manifest.tensors.get(name), tuple(described.size), described.properties.dtype
-        if entry is None or key in SCALARS or size != entry.shape:
+        if entry is None or size != entry.shape:
             return torch.empty(size, dtype=dtype, device="meta")
         return _like(entry, dtype)
 

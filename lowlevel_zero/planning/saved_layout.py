@@ -16,7 +16,6 @@ from ..options import Communication, ZeroOptions
 from ..partition import BY_ELEMENTS, Choice, Split, splits_of
 from ..state.global_names import Ranks
 from ..state.loading import MASTER
-from ..state.values import SCALARS
 from .memory import as_dtype
 
 
@@ -99,7 +98,7 @@ def _parameter(
     for key, value in stored.items():
         if split.owner is None and is_scale(key, stored):
             states += -(-value.numel() // split.world_size) * value.dtype.itemsize
-        elif split.owner is None and key not in SCALARS and value.shape == entry.shape:
+        elif split.owner is None and value.shape == entry.shape:
             states += split.slice_size * value.dtype.itemsize if key != MASTER else 0
         elif key != MASTER:
             states += value.nbytes

@@ -18,8 +18,8 @@ from ..sharded_group import ShardedGroup
 
 State = dict[str, Any]
 
-# States of an optimizer that are one number a parameter, whatever the parameter's shape: never cut.
-SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+# The state that is one number a parameter where it is 0-d, also beside a 0-d parameter: it is never cut.
+STEP = "step"
 
 # Bytes of a message that carries many slices, which are held in addition.
 MESSAGE_BYTES = 64 * 2**20
@@ -77,8 +77,9 @@ def is_slice(key: str, value: Any, record: ShardedParameter, of_elements: Sequen
     if not isinstance(value, Tensor):
         return False
     if record.split.owner is not None:
-        return value.dim() > 0 or (record.p.dim() == 0 and key not in SCALARS)
-    return key not in SCALARS and value.shape == (record.p32.shape if of_elements is None else of_elements)
+        return value.dim() > 0 or (record.p.dim() == 0 and key != STEP)
+    is_number = key == STEP and value.dim() == 0
+    return not is_number and value.shape == (record.p32.shape if of_elements is None else of_elements)
 
 
 def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
@@ -220,7 +221,7 @@ def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
     """Return this rank's slice of a state of the parameter's shape; return other values unchanged."""
     if isinstance(value, Tensor) and record.p32.device.type == "cpu":
         value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
-    if not isinstance(value, Tensor) or key in SCALARS or value.shape != record.p.shape:
+    if not isinstance(value, Tensor) or value.shape != record.p.shape or (key == STEP and value.dim() == 0):
         return value
     own = record.shaped(record.own_part(value) if record.split.owner is None else record.slice_of(value))
     # State in a 16-bit model's dtype was made for p; p32 wants its own.

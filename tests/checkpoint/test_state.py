@@ -17,7 +17,7 @@ from lowlevel_zero.bookkeeping.sharded_parameter import Position, ShardedParamet
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.layout import memory_held
 from lowlevel_zero.partition import EvenSplit
-from lowlevel_zero.state.values import SCALARS, Slice, slice_state, unshard, whole_slices
+from lowlevel_zero.state.values import Slice, is_slice, slice_state, unshard, whole_slices
 from tests.support.oracle import Run, batch, build, check_close, groups, loss_of
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 
@@ -80,12 +80,19 @@ def test_rows_lose_their_padding() -> None:
     assert unshard(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]]), record).tolist() == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("key", sorted(SCALARS))
-@pytest.mark.parametrize("p", [torch.tensor(1.0), torch.ones(1)], ids=["0-d", "one"])
-def test_one_number_a_parameter_is_never_cut(p: Tensor, key: str) -> None:
-    value = torch.full_like(p, 7.0)
-    for rank in range(2):  # rank 1's slice is but padding
-        assert slice_state({key: value}, record_of(p.clone(), rank, 2))[key] is value
+@pytest.mark.parametrize("p", [torch.tensor(1.0), torch.ones(1), torch.ones(2)], ids=["0-d", "one", "two"])
+def test_a_step_count_is_never_cut(p: Tensor) -> None:
+    value = torch.tensor(7.0)
+    for rank in range(2):  # rank 1's slice may be but padding
+        assert slice_state({"step": value}, record_of(p.clone(), rank, 2))["step"] is value
+
+
+@pytest.mark.parametrize("key", ["step", "mu"])
+def test_states_are_told_by_their_shape_whatever_their_name(key: str) -> None:
+    record = record_of(torch.zeros(2), 1, 2)
+    cut = slice_state({key: torch.tensor([3.0, 4.0])}, record)[key]
+    assert cut.tolist() == [4]
+    assert is_slice(key, cut, record)
 
 
 @pytest.mark.parametrize("p", [torch.tensor(1.0), torch.ones(1)], ids=["0-d", "one"])
