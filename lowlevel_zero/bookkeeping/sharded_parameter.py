@@ -159,7 +159,8 @@ class ShardedParameter:
     def make_master(self, dtype: torch.dtype, on_host: bool = False) -> None:
         """Make ``p32`` a copy of the row in ``dtype``, or the row itself where dtype, device and fp8 allow it.
 
-        It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that.
+        It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that. It has
+        ``p``'s own attributes, now and later: some optimizers read a factor of the learning rate there.
 
         Args:
             dtype: of ``p32``.
@@ -170,6 +171,7 @@ class ShardedParameter:
         self.shares_storage = own is self.row
         # ``data`` has a count of writes of its own: a gather into the row isn't one of ``p32``'s.
         self.p32 = self.split.shaped(own.data, self.p).requires_grad_()
+        self.p32.__dict__ = vars(self.p)
         self.note_version()
         self.note_slice()
 

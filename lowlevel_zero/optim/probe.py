@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from .trials import LARGE, NoProbe, counters, fresh, options_to_try, skip_ahead, step, undisturbed
+from .trials import LARGE, NoProbe, counters, kinds_to_try, skip_ahead, step, twin, undisturbed
 
 # Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
 Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[list[Tensor]]]
@@ -82,12 +82,12 @@ def _first_difference(optimizer: Optimizer) -> str | None:
 
 def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
     """Step whole parameters and slices of them with the same ``gradients``, and describe a difference, or None."""
-    options = options_to_try(optimizer)
+    kinds = kinds_to_try(optimizer)
     generator = torch.Generator().manual_seed(0)
-    starts = [0.02 * _randn(shape, generator) for _ in options for shape in _SHAPES]
+    starts = [0.02 * _randn(shape, generator) for _ in kinds for shape in _SHAPES]
     wholes = [torch.nn.Parameter(start.clone()) for start in starts]
     slices = [torch.nn.Parameter(_first_slice(start).clone()) for start in starts]
-    whole, sliced = (fresh(optimizer, options_to_try(optimizer), _by_group(params)) for params in (wholes, slices))
+    whole, sliced = (twin(optimizer, kinds, params) for params in (wholes, slices))
 
     def run(steps: int | None = None) -> list[Counters]:
         for grads in islice(gradients(wholes, generator), steps):
@@ -161,15 +161,13 @@ def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool)
 
     There are two of each number of dimensions. With ``drops`` a rank's parameters have no gradients in one step.
     """
-    options = options_to_try(optimizer)
+    kinds = kinds_to_try(optimizer)
     shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
     generator = torch.Generator().manual_seed(0)
-    starts = [0.02 * _randn(shape, generator) for _ in options for shape in shapes]
+    starts = [0.02 * _randn(shape, generator) for _ in kinds for shape in shapes]
     wholes: list[Tensor] = [torch.nn.Parameter(start.clone()) for start in starts]
     owned: list[list[Tensor]] = [[torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2)]
-    whole, *ranks = (
-        fresh(optimizer, options_to_try(optimizer), _by_group(params, len(shapes))) for params in (wholes, *owned)
-    )
+    whole, *ranks = (twin(optimizer, kinds, params) for params in (wholes, *owned))
     for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):
         _take_over(each, params, rank)
 
@@ -205,14 +203,11 @@ def _take_over(optimizer: Optimizer, params: list[Tensor], rank: int) -> None:
         state = optimizer.state.pop(param, None)
         if at % 2 == rank:
             own[param] = params[at] = torch.nn.Parameter(param.detach().clone())
+            vars(params[at]).update(vars(param))
             if state is not None:
                 optimizer.state[params[at]] = state
     for group in optimizer.param_groups:
         group["params"] = [own[param] for param in group["params"] if param in own]
-
-
-def _by_group(params: Sequence[Tensor], count: int = len(_SHAPES)) -> list[Sequence[Tensor]]:
-    return [params[first : first + count] for first in range(0, len(params), count)]
 
 
 def _first_slice(tensor: Tensor) -> Tensor:

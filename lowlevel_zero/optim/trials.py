@@ -12,7 +12,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, TypeAlias
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -216,15 +217,42 @@ def own_options(group: Mapping[str, Any]) -> Options:
     return {name: _copied(name, value) for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def options_to_try(optimizer: Optimizer) -> list[Options]:
-    """Return one param group's options for each kind: groups that differ only in numbers count as one."""
-    kinds: dict[str, Options] = {}
-    for group in map(own_options, optimizer.param_groups):
-        if "lr" in group:
-            group["lr"] = 0 * group["lr"] + _LR  # a tensor, where it is one
-        kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in group.items()}
-        kinds.setdefault(repr(sorted(kind.items())), group)
+class Kind(NamedTuple):
+    """The options of a param group, and the plain attributes of a parameter in it."""
+
+    options: Options
+    attributes: Options
+
+
+def kinds_to_try(optimizer: Optimizer) -> list[Kind]:
+    """Return one example of each kind of parameters: those that differ only in numbers, or in names, count as one."""
+    kinds: dict[tuple[str, str], Kind] = {}
+    for group in optimizer.param_groups:
+        options = own_options(group)
+        if "lr" in options:
+            options["lr"] = 0 * options["lr"] + _LR  # a tensor, where it is one
+        kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in options.items()}
+        told = repr(sorted(kind.items()))
+        for attributes in [*map(_attributes, group["params"])] or [{}]:
+            marks = sorted((name, bool(value)) for name, value in attributes.items())
+            kinds.setdefault((told, repr(marks)), Kind(options, attributes))
     return list(kinds.values())
+
+
+def _attributes(p: Tensor) -> Options:
+    """Return the plain attributes of a parameter, with 1 for numbers that are 0: nothing moves by a factor of 0."""
+    plain = {name: value for name, value in vars(p).items() if isinstance(value, (bool, int, float, str, NoneType))}
+    return {name: 1 if value == 0 and value is not False else value for name, value in plain.items()}
+
+
+def twin(optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor]) -> Optimizer:
+    """Return a new optimizer of the class over ``params``, as many for each kind, which get its attributes."""
+    count = len(params) // len(kinds)
+    groups = [params[first : first + count] for first in range(0, len(params), count)]
+    for kind, members in zip(kinds, groups, strict=True):
+        for p in members:
+            vars(p).update(kind.attributes)
+    return fresh(optimizer, [own_options(kind.options) for kind in kinds], groups)
 
 
 def step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,20 @@ class AllAtOnce(Rule):
             torch._foreach_add_(some, torch._foreach_div([p.grad for p in some], [*norms.unbind()]), alpha=-0.05)
 
 
+class ByAttributes(Rule):
+    """Scales updates, and normalises them, as attributes of the parameter tell."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        scale: float = getattr(p, "scale", 1.0)
+        return scale * (gradient / (gradient.norm() + 1e-6) if getattr(p, "normalise", False) else gradient.sign())
+
+
+def by_attributes(model: nn.Module, normalise: bool = False) -> Optimizer:
+    for number, p in enumerate(model.parameters()):
+        p.scale, p.normalise = 0.5 * number, normalise and not number  # type: ignore[attr-defined]
+    return ByAttributes(model.parameters())
+
+
 def over_parameters(cls: Callable[..., Optimizer]) -> Callable[[nn.Module], Optimizer]:
     return lambda model: cls(model.parameters())
 
@@ -196,6 +211,8 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "momenta by place": (over_parameters(ByPlace), "parameters", 8),
     "by dimensions": (over_parameters(ByDimensions), "parameters", 8),
     "all at once": (over_parameters(AllAtOnce), "parameters", 8),
+    "attributes of parameters": (by_attributes, "elements", 8),
+    "attributes of parameters, by norms": (partial(by_attributes, normalise=True), "parameters", 8),
 }
 
 
