@@ -227,7 +227,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """Create the stepper, and decide whether a step waits for the norm of its gradients."""
         options = self.options
         carry_overrides(self.optim, self.sharded_parameters)
-        self._stepper = Stepper(self.optim, self.sharded_groups, writes_unused, options.cpu_offload)
+        self._stepper = Stepper(
+            self.optim, self.sharded_parameters, self.sharded_groups, writes_unused, options.cpu_offload
+        )
         needs_norm = options.clip_grad_norm > 0 or self.scaler is not None or options.diagnostics.error_if_nonfinite
         self._tells_norm = needs_norm or not options.communication.overlap_gathers
 

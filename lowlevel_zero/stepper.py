@@ -22,6 +22,7 @@ from torch.optim import optimizer as _torch_optimizer
 
 from .bookkeeping.bucket_store import Bucket, BucketState
 from .bookkeeping.gather_store import in_parts
+from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
@@ -167,7 +168,8 @@ class Stepper:
 
     Args:
         optim: the wrapped optimizer.
-        groups: the parameters by shard group, with their gradients and what gathers them.
+        parameters: the records of its slices.
+        groups: the same by shard group, with their gradients and what gathers them.
         writes_unused: the optimizer may write parameters that have no gradient.
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
 
@@ -180,6 +182,7 @@ class Stepper:
     def __init__(
         self,
         optim: Optimizer,
+        parameters: ParameterStore,
         groups: Iterable[ShardedGroup],
         writes_unused: bool,
         on_host: bool = False,
@@ -190,7 +193,7 @@ class Stepper:
         self._groups = groups
         self.skips_by_flag = is_fused(optim)
         self.left: deque[Part] | None = None
-        self._owned_step = OwnedStep(optim)
+        self._step_own = OwnedStep(optim, parameters)
         self._gate = StepGate()
         finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
@@ -329,10 +332,6 @@ class Stepper:
                     record.p32.grad = gradient
                 else:  # a rank has no elements of another rank's parameters
                     record.p32.grad = record.shaped(gradient) if gradient.numel() else None
-
-    def _step_own(self) -> None:
-        """Step the wrapped optimizer once, with only the parameters that this rank owns."""
-        self._owned_step(chain.from_iterable(each.records for each in self._groups))
 
     def _step_part(self, part: Sequence[ShardedParameter]) -> None:
         """Step the wrapped optimizer with only the parameters of one part in its groups."""

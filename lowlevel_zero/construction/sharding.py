@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -131,6 +131,7 @@ class Sharding:
         optimizer, parameters = self._optimizer, self._parameters
         groups = optimizer.param_groups[self._known :]
         for settings in groups:
+            self._drop_names(set(settings["params"]))
             parameters.move_to_new_group(list(settings["params"]))
         for record in self._records:
             record.make_master(self._options.master_dtype(record.p.dtype), on_host=self._options.cpu_offload)
@@ -144,6 +145,13 @@ class Sharding:
             for p in settings["params"]:
                 optimizer.state.pop(p, None)  # a frozen one's
             settings["params"] = [record.p32 for record in records if record is not None]
+
+    def _drop_names(self, moved: Collection[Tensor]) -> None:
+        """Drop the names of frozen parameters from the groups that they are about to leave."""
+        for settings, members in zip(self._optimizer.param_groups, self._parameters.groups, strict=False):
+            names = settings.get("param_names", ())
+            if len(names) == len(members):
+                settings["param_names"] = [name for p, name in zip(members, names, strict=True) if p not in moved]
 
 
 def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:

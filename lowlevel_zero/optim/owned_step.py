@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from .trials import needs_a_parameter
+
+_NAMES = "param_names"  # of a group that was made of named parameters: one for each of its "params"
 
 
 class OwnedStep:
     """Steps the wrapped optimizer while its param groups hold only the parameters that this rank owns.
 
-    Some classes fail on a param group that is empty. They are given a small parameter in it, which is dropped
-    afterwards with its state, so that a group's settings change as on the other ranks.
+    Names that a group has of its parameters become those of what it holds then. Some classes fail on a param group that
+    is empty. They are given a small parameter in it, which is dropped afterwards with its state, so that a group's
+    settings change as on the other ranks.
 
     Args:
         optim: the wrapped optimizer.
+        parameters: the records of its slices, and the parameters of its groups.
     """
 
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(self, optim: Optimizer, parameters: ParameterStore) -> None:
         self._optim = optim
+        self._parameters = parameters
         self._needs_a_parameter: bool | None = None  # None: no group was empty so far
 
-    def __call__(self, records: Iterable[ShardedParameter]) -> None:
-        """Step the wrapped optimizer with only this rank's own ``records`` in its groups. Doesn't communicate."""
+    def __call__(self) -> None:
+        """Step the wrapped optimizer with only this rank's own slices in its groups. Doesn't communicate."""
         groups: list[dict[str, Any]] = self._optim.param_groups
-        others = {record.p32: record for record in records if not record.owns_some}
-        whole = [group["params"] for group in groups]
+        others = {record.p32: record for record in self._parameters if not record.owns_some}
+        whole = [{key: group[key] for key in ("params", _NAMES) if key in group} for group in groups]
         stand_ins: list[Tensor] = []
         try:
-            for group, members in zip(groups, whole, strict=True) if others else ():
-                group["params"] = [p32 for p32 in members if p32 not in others]
-                if members and not group["params"] and self._fails_on_nothing():
-                    smallest = min((others[p32] for p32 in members), key=lambda record: record.split.numel)
-                    group["params"] = [_stand_in(smallest)]
-                    stand_ins += group["params"]
+            if others or self._parameters.frozen:
+                for group, members in zip(groups, self._parameters.groups, strict=True):
+                    stand_ins += self._leave_own(group, members, others)
             self._optim.step()
         finally:
-            for group, members in zip(groups, whole, strict=True):
-                group["params"] = members
+            for group, held in zip(groups, whole, strict=True):
+                group.update(held)
             for each in stand_ins:
                 self._optim.state.pop(each, None)
+
+    def _leave_own(
+        self, group: dict[str, Any], members: Sequence[Tensor], others: Mapping[Tensor, ShardedParameter]
+    ) -> list[Tensor]:
+        """Leave this rank's own slices in a group that the caller made of ``members``; return what stands in."""
+        held = group["params"]
+        group["params"] = [p32 for p32 in held if p32 not in others]
+        stand_ins: dict[Tensor, Tensor] = {}
+        if held and not group["params"] and self._fails_on_nothing():
+            smallest = min((others[p32] for p32 in held), key=lambda record: record.split.numel)
+            stand_ins = {smallest.p: _stand_in(smallest)}
+            group["params"] = [*stand_ins.values()]
+        if len(group.get(_NAMES, ())) == len(members):
+            slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_ins
+            names = {slices.get(p): name for p, name in zip(members, group[_NAMES], strict=True)}
+            group[_NAMES] = [names[p32] for p32 in group["params"]]
+        return [*stand_ins.values()]
 
     def _fails_on_nothing(self) -> bool:
         if self._needs_a_parameter is None:

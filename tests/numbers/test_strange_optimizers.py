@@ -195,6 +195,30 @@ def by_attributes(model: nn.Module, normalise: bool = False) -> Optimizer:
     return ByAttributes(model.parameters())
 
 
+class ByNames(Rule):
+    """Decays what is called a weight."""
+
+    def begin(self) -> None:
+        held = [(group["params"], group.get("param_names", group["params"])) for group in self.param_groups]
+        self.name_of = {id(p): name for params, names in held for p, name in zip(params, names, strict=True)}
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient + (p if "weight" in str(self.name_of[id(p)]) else 0)
+
+
+class ByNamesAndNorms(ByNames):
+    """The same, of updates that depend on the whole parameter."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return super().update(p, gradient / (gradient.norm() + 1e-6), state)
+
+
+def over_names(cls: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
+    model.embedding.weight.requires_grad_(False)
+    names, params = zip(*model.named_parameters(), strict=True)
+    return cls([{"params": list(params), "param_names": list(names)}])
+
+
 def over_parameters(cls: Callable[..., Optimizer]) -> Callable[[nn.Module], Optimizer]:
     return lambda model: cls(model.parameters())
 
@@ -211,6 +235,8 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "momenta by place": (over_parameters(ByPlace), "parameters", 8),
     "by dimensions": (over_parameters(ByDimensions), "parameters", 8),
     "all at once": (over_parameters(AllAtOnce), "parameters", 8),
+    "names, one of them of a frozen parameter": (partial(over_names, ByNames), "elements", 8),
+    "names, by norms": (partial(over_names, ByNamesAndNorms), "parameters", 8),
     "attributes of parameters": (by_attributes, "elements", 8),
     "attributes of parameters, by norms": (partial(by_attributes, normalise=True), "parameters", 8),
 }
