@@ -261,8 +261,8 @@ class Stepper:
     ) -> None:
         """Step and gather part by part, or all at once unless ``in_parts``. Communicates."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it,
-        # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients, or
-        # of fp64, since a kernel takes the scale in fp32.)
+        # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients,
+        # or of fp64, since a kernel takes the scale in fp32.)
         fused = in_parts and is_fused(self._optim)
         dtypes = {each.records[0].p32.dtype for part in parts for each in part.buckets}
         by_optimizer = fused and dtypes <= {torch.float32}
