@@ -61,7 +61,7 @@ class Streams:
         """Keep references to tensors used beside home until home has waited for their use; not on the host."""
 
     def limit(self, most: int) -> None:
-        """Make home wait for all work beside it but the last ``most`` parts; on the host nothing waits."""
+        """Make the home stream wait for work beside it until ``most`` parts are left; do nothing on the host."""
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the memory of gradients from being reused before home has used them; not on the host."""
@@ -90,7 +90,7 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """The streams of a device: home, a stream beside it, and those that gradients come on.
+    """Orders work on a device's streams: the home stream, one beside it, and the streams that gradients come on.
 
     Args:
         device: the device.
@@ -128,7 +128,7 @@ class DeviceStreams(Streams):
             self._keeping += used
 
     def limit(self, most: int) -> None:
-        """Make home wait for the oldest work beside it, and release its tensors, until ``most`` parts are left."""
+        """Make the home stream wait for work beside it until ``most`` parts are left, and release their tensors."""
         while len(self._kept) > most:
             end, _ = self._kept.popleft()
             self._home.wait_event(end)
@@ -141,7 +141,7 @@ class DeviceStreams(Streams):
                     gradient.record_stream(self.current())
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
-        """Return a context that runs its body on home, after the current stream and those of gradients."""
+        """Return a context that runs its body on the home stream, after the current stream and the gradients'."""
         current = self.current()
         if current == self._home and not self._producers:
             return nullcontext()

@@ -205,9 +205,10 @@ class GradientSyncs:
         return not self.may_be_alone
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction, add its sum, or zeros after an error, and drop what was cleared meanwhile.
+        """Wait for the oldest reduction, add its sum, and drop the gradients that were cleared meanwhile.
 
-        An error is raised by a later call: the other reductions are to end as they do on other ranks.
+        After an error zeros are added. A later call raises the error: the other reductions are to end as they do on
+        other ranks.
         """
         bucket = self.buckets.in_flight.popleft()
         with self.buckets.streams.beside():

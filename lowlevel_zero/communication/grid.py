@@ -247,7 +247,7 @@ def _told(store: Any, ranks: Sequence[int], stall_timeout: float, is_over: Calla
 
 
 def _entries(store: Any, ranks: Sequence[int]) -> dict[int, Any]:
-    """Return the entries that are there, but for those of ranks which are making another grid, without this one."""
+    """Return the entries in the store by rank; leave out ranks that are making another grid, without this one."""
     me = dist.get_rank()
     there = [rank for rank in ranks if store.check([str(rank)])]
     entries = zip(there, map(json.loads, store.multi_get(list(map(str, there)))), strict=True)

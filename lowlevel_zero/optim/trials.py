@@ -225,7 +225,7 @@ class Kind(NamedTuple):
 
 
 def kinds_to_try(optimizer: Optimizer) -> list[Kind]:
-    """Return one example of each kind of parameters: those that differ only in numbers, or in names, count as one."""
+    """Return one example of each kind of parameters; two that differ only in numbers, or in names, are of one kind."""
     kinds: dict[tuple[str, str], Kind] = {}
     for group in optimizer.param_groups:
         options = own_options(group)

@@ -49,7 +49,7 @@ def check_is_file(checkpoint: str) -> None:
 
 
 def read_optimizer_file(path: str) -> Any:
-    """Read an optimizer's file, and return its contents; unflatten those of asynchronous saves."""
+    """Read an optimizer's file, and return its contents; an asynchronous save's are unflattened."""
     if path.endswith(".safetensors"):
         return load_flat(path)
     return torch.load(path, map_location="cpu", weights_only=True)

@@ -80,7 +80,7 @@ class GlobalNames:
 
 
 def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
-    """Gather every rank's ``experts``; return an empty list if there is one shard group. Else communicates."""
+    """Return every rank's ``experts``. Communicates; with one shard group it returns an empty list at once."""
     return [] if len(groups) == 1 else groups[0].all_gather_object(experts)
 
 

@@ -54,7 +54,7 @@ Pinned = dict[int, State]
 
 
 class WholeState(NamedTuple):
-    """The optimizer's state as plain torch has it: whole tensors on the host.
+    """Saves and loads the optimizer's state in whole tensors on the host, as plain torch has it.
 
     Attributes:
         optim: the wrapped optimizer.
