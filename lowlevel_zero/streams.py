@@ -61,7 +61,7 @@ class Streams:
         """Keep references to tensors used beside home until home has waited for their use; not on the host."""
 
     def limit(self, most: int) -> None:
-        """Make the home stream wait for work beside it until ``most`` parts are left; do nothing on the host."""
+        """Make the home stream wait for work beside home until ``most`` parts are left; do nothing on the host."""
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the memory of gradients from being reused before home has used them; not on the host."""
@@ -90,7 +90,7 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """Orders work on a device's streams: the home stream, one beside it, and the streams that gradients come on.
+    """Orders work on a device's streams: the home stream, the side stream, and the streams that gradients come on.
 
     Args:
         device: the device.
@@ -128,7 +128,7 @@ class DeviceStreams(Streams):
             self._keeping += used
 
     def limit(self, most: int) -> None:
-        """Make the home stream wait for work beside it until ``most`` parts are left, and release their tensors."""
+        """Make the home stream wait for work beside home until ``most`` parts are left, and release their tensors."""
         while len(self._kept) > most:
             end, _ = self._kept.popleft()
             self._home.wait_event(end)

@@ -54,7 +54,7 @@ Pinned = dict[int, State]
 
 
 class WholeState(NamedTuple):
-    """Saves and loads the optimizer's state in whole tensors on the host, as plain torch has it.
+    """Saves and loads the optimizer's state in whole tensors on the host, as plain torch does.
 
     Attributes:
         optim: the wrapped optimizer.
