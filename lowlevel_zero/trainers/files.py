@@ -41,7 +41,7 @@ def remove_sharded(folder: Path) -> None:
 
 
 def place_for(path: Path) -> Path:
-    """Return ``path``, or an empty directory in the same place if a former checkpoint is in ``path``.
+    """Return ``path``, or an empty directory of the same parent if a former checkpoint is in ``path``.
 
     The checkpoint that an interrupted replacement has left beside is put in its place first: it may be the only one.
 
