@@ -61,7 +61,7 @@ class OwnedStep:
             smallest = min((others[p32] for p32 in held), key=lambda record: record.split.numel)
             stand_ins = {smallest.p: _stand_in(smallest)}
             group["params"] = [*stand_ins.values()]
-        if len(group.get(_NAMES, ())) == len(members):
+        if _NAMES in group and len(group[_NAMES]) == len(members):
             slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_ins
             names = {slices.get(p): name for p, name in zip(members, group[_NAMES], strict=True)}
             group[_NAMES] = [names[p32] for p32 in group["params"]]
