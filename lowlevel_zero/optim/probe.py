@@ -27,6 +27,7 @@ Counters: TypeAlias = dict[tuple[int, Any], float]
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
 _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
+_FEW = ((3,), ())  # whose slices are single numbers, which some classes treat apart
 _RANKS = 3  # of which the first one's slices are tried; they end inside rows
 _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
 _ALONG = 0.003  # less than the angle at which AdamP begins, for the largest parameter of ``_SHAPES``
@@ -76,15 +77,15 @@ def _first_difference(optimizer: Optimizer) -> str | None:
 
     Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     """
-    differences = (_difference(optimizer, gradients) for gradients in (_lasting, _orthogonal, _outward, _inward))
-    return next(filter(None, differences), None)
+    runs = *((_SHAPES, gradients) for gradients in (_lasting, _orthogonal, _outward, _inward)), (_FEW, _lasting)
+    return next(filter(None, (_difference(optimizer, shapes, gradients) for shapes, gradients in runs)), None)
 
 
-def _difference(optimizer: Optimizer, gradients: Gradients) -> str | None:
+def _difference(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], gradients: Gradients) -> str | None:
     """Step whole parameters and slices of them with the same ``gradients``, and describe a difference, or None."""
     kinds = kinds_to_try(optimizer)
     generator = torch.Generator().manual_seed(0)
-    starts = [0.02 * _randn(shape, generator) for _ in kinds for shape in _SHAPES]
+    starts = [0.02 * _randn(shape, generator) for _ in kinds for shape in shapes]
     wholes = [torch.nn.Parameter(start.clone()) for start in starts]
     slices = [torch.nn.Parameter(_first_slice(start).clone()) for start in starts]
     whole, sliced = (twin(optimizer, kinds, params) for params in (wholes, slices))

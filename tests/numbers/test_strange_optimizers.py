@@ -195,6 +195,13 @@ def by_attributes(model: nn.Module, normalise: bool = False) -> Optimizer:
     return ByAttributes(model.parameters())
 
 
+class ByNumbers(Rule):
+    """Decays what has more than one number, and has another rate for a scalar."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return (1 if p.dim() else 3) * gradient.sign() + (p if p.numel() > 1 else 0)
+
+
 class ByNames(Rule):
     """Decays what is called a weight."""
 
@@ -234,6 +241,7 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "a count among states, by norms": (over_parameters(CountingNorms), "parameters", 8),
     "momenta by place": (over_parameters(ByPlace), "parameters", 8),
     "by dimensions": (over_parameters(ByDimensions), "parameters", 8),
+    "by numbers": (over_parameters(ByNumbers), "parameters", 8),
     "all at once": (over_parameters(AllAtOnce), "parameters", 8),
     "names, one of them of a frozen parameter": (partial(over_names, ByNames), "elements", 8),
     "names, by norms": (partial(over_names, ByNamesAndNorms), "parameters", 8),
