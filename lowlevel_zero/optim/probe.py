@@ -27,8 +27,9 @@ Counters: TypeAlias = dict[tuple[int, Any], float]
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
 _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
-_FEW = ((3,), ())  # whose slices are single numbers, which some classes treat apart
-_RANKS = 3  # of which the first one's slices are tried; they end inside rows
+# Parameters whose slices are single numbers, which some classes treat apart, and small ones.
+_SMALL = ((3,), (), (7, 7), (5, 3, 3, 3))
+_RANKS = 3  # of which the first one's slices are tried, and the last one's of small parameters; they end inside rows
 _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
 _ALONG = 0.003  # less than the angle at which AdamP begins, for the largest parameter of ``_SHAPES``
 _TOLERANCE = 1e-5  # of the largest movement since the start
@@ -77,29 +78,38 @@ def _first_difference(optimizer: Optimizer) -> str | None:
 
     Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     """
-    runs = *((_SHAPES, gradients) for gradients in (_lasting, _orthogonal, _outward, _inward)), (_FEW, _lasting)
-    return next(filter(None, (_difference(optimizer, shapes, gradients) for shapes, gradients in runs)), None)
+    differences = (_difference(optimizer, each) for each in (_lasting, _orthogonal, _outward, _inward))
+    return next(filter(None, differences), None) or _difference(optimizer, _lasting, _SMALL, _last_slice)
 
 
-def _difference(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], gradients: Gradients) -> str | None:
-    """Step whole parameters and slices of them with the same ``gradients``, and describe a difference, or None."""
+def _difference(
+    optimizer: Optimizer,
+    gradients: Gradients,
+    shapes: Sequence[tuple[int, ...]] = _SHAPES,
+    cut: Callable[[Tensor], Tensor] | None = None,
+) -> str | None:
+    """Step whole parameters and slices of them with the same ``gradients``, and describe a difference, or None.
+
+    ``cut``: returns the slice of a tensor; None: it is the first.
+    """
+    cut = cut or _first_slice
     kinds = kinds_to_try(optimizer)
     generator = torch.Generator().manual_seed(0)
     starts = [0.02 * _randn(shape, generator) for _ in kinds for shape in shapes]
     wholes = [torch.nn.Parameter(start.clone()) for start in starts]
-    slices = [torch.nn.Parameter(_first_slice(start).clone()) for start in starts]
+    slices = [torch.nn.Parameter(cut(start).clone()) for start in starts]
     whole, sliced = (twin(optimizer, kinds, params) for params in (wholes, slices))
 
     def run(steps: int | None = None) -> list[Counters]:
         for grads in islice(gradients(wholes, generator), steps):
             before = [counters(whole), counters(sliced)]
             step(whole, wholes, grads)
-            step(sliced, slices, map(_first_slice, grads))
+            step(sliced, slices, map(cut, grads))
         return before
 
     def compare() -> str | None:
         for start, param, own in zip(starts, wholes, slices, strict=True):
-            gap = _gap(_first_slice(param.detach()), own, param, start)
+            gap = _gap(cut(param.detach()), own, param, start)
             if gap is not None:
                 return (
                     f"a {tuple(param.shape)} parameter and its {_RANKS} flat slices differ by {gap:.1e} "
@@ -213,6 +223,12 @@ def _take_over(optimizer: Optimizer, params: list[Tensor], rank: int) -> None:
 
 def _first_slice(tensor: Tensor) -> Tensor:
     return tensor.flatten()[: -(-tensor.numel() // _RANKS)]
+
+
+def _last_slice(tensor: Tensor) -> Tensor:
+    """Return the slice of the last rank that has one."""
+    size = len(_first_slice(tensor))
+    return tensor.flatten()[(tensor.numel() - 1) // size * size :]
 
 
 def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:

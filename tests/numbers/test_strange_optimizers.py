@@ -202,6 +202,21 @@ class ByNumbers(Rule):
         return (1 if p.dim() else 3) * gradient.sign() + (p if p.numel() > 1 else 0)
 
 
+class ByPosition(Rule):
+    """Has another rate for every fifth element."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient * (torch.arange(p.numel()).view(p.shape) % 5 + 1)
+
+
+class Seeded(Rule):
+    """Drops updates at random, by generators of its own, which begin anew with each parameter."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        return gradient * (torch.rand(p.shape, generator=torch.Generator().manual_seed(state["step"])) < 0.5)
+
+
 class ByNames(Rule):
     """Decays what is called a weight."""
 
@@ -241,6 +256,8 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "a count among states, by norms": (over_parameters(CountingNorms), "parameters", 8),
     "momenta by place": (over_parameters(ByPlace), "parameters", 8),
     "by dimensions": (over_parameters(ByDimensions), "parameters", 8),
+    "by position": (over_parameters(ByPosition), "parameters", 8),
+    "seeded": (over_parameters(Seeded), "parameters", 8),
     "by numbers": (over_parameters(ByNumbers), "parameters", 8),
     "all at once": (over_parameters(AllAtOnce), "parameters", 8),
     "names, one of them of a frozen parameter": (partial(over_names, ByNames), "elements", 8),
