@@ -132,9 +132,8 @@ class ShardedState:
         ]
 
     def _own_state(self, record: ShardedParameter) -> State:
-        """Return this rank's state of a parameter; of an owned parameter, with nested tensors under flat names."""
-        state = with_master(stored_state(self._optim, self._optim.state.get(record.p32, {})), record)
-        return state if record.split.owner is None else flattened(state)
+        """Return this rank's state of a parameter, with nested tensors under flat names."""
+        return flattened(with_master(stored_state(self._optim, self._optim.state.get(record.p32, {})), record))
 
     # ---- reading ----
 
@@ -293,7 +292,7 @@ class ShardedState:
         if not held:
             return
         own = {key: self._own(name, key, tensor, slices) for key, tensor in slices.items() if key != MASTER}
-        flat = dict(held) if record.split.owner is None else flattened(held)
+        flat = flattened(held)
         for key, value in quantised_state(self._optim, record.p32, own).items():
             if isinstance(flat.get(key), Tensor):
                 flat[key] = value.to(flat[key].device, flat[key].dtype)
@@ -431,8 +430,6 @@ def _sample_shape(record: ShardedParameter) -> tuple[int, ...]:
 
 def _as_held(flat: State, record: ShardedParameter) -> State:
     """Return a state in the form in which this rank's optimizer holds it; empty if another rank owns the parameter."""
-    if record.split.owner is None:
-        return flat
     return nested(flat) if record.owns_some else {}
 
 

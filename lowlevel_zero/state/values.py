@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -213,8 +214,11 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str, Any]:
-    """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is."""
-    return {key: _sliced(key, value, record) for key, value in state.items()}
+    """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is.
+
+    Tensors in lists and dicts are cut as those beside them.
+    """
+    return {key: tree_map(partial(_sliced, key, record=record), value) for key, value in state.items()}
 
 
 def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:

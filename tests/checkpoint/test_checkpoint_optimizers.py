@@ -336,3 +336,25 @@ def test_a_consolidated_optimizer_has_the_states_of_its_state_dict(tmp_path: Pat
     assert expected["state"][0]["momenta"]["fast"].any()
     assert expected["state"]["steps"] == 1
     assert not differences(expected["state"], got["state"])
+
+
+def test_slices_in_a_dict_go_to_another_number_of_ranks(tmp_path: Path) -> None:
+    def work(rank: int, world_size: int, steps: int, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        optimizer = LowLevelZeroOptimizer(Nested(model.parameters()), model=model, split="elements")
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        elif (tmp_path / "step").exists():
+            load_checkpoint(tmp_path / "step", model, optimizer)
+        for _ in range(steps):
+            optimizer.backward(model(torch.ones(1, 3)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if not (tmp_path / "step").exists():
+            save_checkpoint(tmp_path / "step", model, optimizer)
+        return optimizer.state_dict()
+
+    after_one, after_two = run_ranks(work, 1, 1)[0], run_ranks(work, 1, 1)[0]
+    assert after_two["state"][0]["momenta"]["fast"].unique().tolist() == [1.5]
+    for resumed in (run_ranks(work, 2, 1)[1], run_ranks(work, 2, 1, after_one)[1]):
+        assert not differences(after_two["state"], resumed["state"])
