@@ -418,6 +418,16 @@ class ShardedParameter:
         )
 
 
+def check_grad_dtype(p: Tensor, name: str) -> None:
+    """Raise ``TypeError`` if autograd is to leave gradients in another dtype than the parameter's."""
+    wanted = getattr(p, "grad_dtype", None)  # which torch has since 2.10
+    if wanted not in (None, p.dtype):
+        raise TypeError(
+            f"{name}: expected gradients in the parameter's {p.dtype}, got grad_dtype={wanted}: leave it as it was; "
+            "sums of micro-batches are kept in fp32"
+        )
+
+
 def _rounds_to(row: Tensor, known: Known) -> Tensor:
     """Return a mask of the elements of ``row`` that the known value of ``p32`` rounds to."""
     plain = known.value.to(row.dtype)

@@ -6,13 +6,14 @@ While a parameter has a ``g``, or its bucket is being reduced, ``p.grad`` is the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from sys import getrefcount
 
 import torch
 from torch import Tensor
 
-from .sharded_parameter import Handle, ShardedParameter
+from .sharded_parameter import Handle, ShardedParameter, check_grad_dtype
 
 
 def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int]) -> list[Tensor | None]:
@@ -20,10 +21,10 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
 
     One that came with a graph may still hang on it. Of a parameter that is frozen through ``param_groups`` one goes
     that is among ``arrivals``, this sync's. The sharded one takes its place, on all ranks alike, also of one that isn't
-    dense, for which it raises.
+    dense, or of another dtype by ``p.grad_dtype``, for which it raises.
     """
     taken: list[Tensor | None] = []
-    sparse: list[tuple[ShardedParameter, Tensor]] = []
+    refusals: list[Callable[[], object]] = []
     for record in records:
         p = record.p
         gradient = p.grad
@@ -36,18 +37,19 @@ def take_gradients(records: Iterable[ShardedParameter], arrivals: Collection[int
         if gradient is not None:
             record.worked = True
             if gradient.layout is not torch.strided:
-                sparse.append((record, gradient))
+                refusals.append(partial(record.refuse_sparse, gradient))
             elif not record.is_flat:
                 gradient = gradient.reshape(-1) if record.is_contiguous else record.flatten(gradient)
         try:
             p.grad = record.shown = record.handle
         except RuntimeError:  # the model has been converted, which the step refuses
             p.grad = record.shown = None
+            refusals.append(partial(check_grad_dtype, p, record.name))
         record.p32.grad = record.slice_handle
         record.arrived = False
         taken.append(gradient)
-    for record, gradient in sparse:
-        record.refuse_sparse(gradient)
+    for refuse in refusals:
+        refuse()
     return taken
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.sharded_parameter import check_grad_dtype
 from ..bookkeeping.step_state import StepState
 from ..bookkeeping.storages import overlapping
 from ..communication.shard_group import ShardGroup
@@ -150,6 +151,7 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
             f"{name}: expected float16, bfloat16, float32 or float64, got {p.dtype}: "
             "freeze it (requires_grad=False) or convert the model"
         )
+    check_grad_dtype(p, name)
     if p.device.type not in group.device_types:
         raise ValueError(
             f"{name}: expected a parameter on {' or '.join(group.device_types)}, which the process group serves, "

@@ -30,6 +30,16 @@ def convert(work: Work, dtype: torch.dtype) -> None:
     work.steps(3)
 
 
+def widen_gradients(work: Work) -> None:
+    weight = work.model[0].weight
+    weight.grad_dtype = torch.float64
+    try:
+        work.backward()
+    finally:
+        weight.grad_dtype = weight.dtype
+        work.optimizer.zero_grad()
+
+
 def thaw(work: Work) -> None:
     bias = work.model[3].bias.requires_grad_(True)
     try:
@@ -77,6 +87,10 @@ MODELS = [
         "model.half()",
         lambda work: convert(work, torch.float16),
         Refused(RuntimeError, f"0.weight: {CONVERTED} .torch.float32, .*, got torch.float16", ends=True),
+    ),
+    *(
+        Wrong("gradients of another dtype", widen_gradients, Refused(TypeError, "0.weight: .* got grad_dtype"))
+        for _ in range(hasattr(torch.Tensor, "grad_dtype"))  # torch 2.10
     ),
     Wrong("model.double() and back", then_train(lambda model: model.double().float()), Right()),
     Wrong("model.share_memory()", then_train(lambda model: model.share_memory()), Right()),

@@ -161,6 +161,23 @@ def test_a_bare_backward_that_misses_the_fp16_part_of_a_model() -> None:
             run_ranks(rank, 2, dtypes, waits, timeout=30)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has grad_dtype since 2.10")
+def test_gradients_of_another_dtype_than_the_parameter_s() -> None:
+    def rank(rank: int, world_size: int) -> None:
+        model = net()
+        model[1].weight.grad_dtype = torch.float64
+        with pytest.raises(
+            TypeError, match=r"1\.weight: expected gradients in the parameter's torch\.float32, got grad_"
+        ):
+            wrap(model)
+        model[1].weight.grad_dtype = None
+        optimizer = wrap(model)
+        optimizer.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+
+    run_ranks(rank, 2, timeout=30)
+
+
 def test_a_group_that_is_added_by_half() -> None:
     def rank(rank: int, world_size: int) -> None:
         model = net()
