@@ -282,21 +282,40 @@ class Reducer:
         if task == self._graph_task:
             return False
         self._group.progress.check_process(f"the backward of {record.name}")
-        self._graph_task = task
-        self._running.add(task)
-        Variable._execution_engine.queue_callback(partial(self._graph_task_ended, task))
+        self._close_with(task)
         return True
 
+    def _close_with(self, task: int) -> None:
+        """Let the sync be closed at the end of a running backward."""
+        self._graph_task = task
+        if task not in self._running:
+            self._running.add(task)
+            Variable._execution_engine.queue_callback(partial(self._graph_task_ended, task))
+
     def _graph_task_ended(self, task: int) -> None:
-        """Close the sync of a plain backward that has ended, unless it was nested in another."""
+        """Close the sync of a plain backward that has ended; of one nested in another, close it with the other one.
+
+        Activation checkpoints nest backwards: the one around them may bring no gradient itself.
+        """
         self._running.discard(task)
-        if torch._C._current_autograd_node() is not None:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            hooks: list[RemovableHandle] = []
+            hooks.append(node.register_hook(partial(Reducer._nested_ended, ref(self), hooks)))
             return
         if self._buckets.is_open:
             self._close_sync()
             self._state.failure.raise_deferred()
         elif self._keeps_some:
             self._show_kept()
+
+    @staticmethod
+    def _nested_ended(reducer: ReferenceType[Reducer], hooks: list[RemovableHandle], *_: object) -> None:
+        """Close the sync of a nested backward with the one around it, in which a node's backward has run it."""
+        _remove(hooks)
+        self = reducer()
+        if self is not None and (self._buckets.is_open or self._keeps_some):
+            self._close_with(torch._C._current_graph_task_id())
 
     def _show_kept(self) -> None:
         """Show sharded gradients in ``p.grad``, with unreduced ones pending, until the ranks agree."""

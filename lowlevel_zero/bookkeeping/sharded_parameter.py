@@ -187,6 +187,7 @@ class ShardedParameter:
     def refresh_master(self) -> None:
         """Overwrite ``p32`` with ``p``'s values, or with a saved master that rounds to them."""
         self.take_back()
+        self.share_again()
         if not self.shares_storage:
             self._settle(self.saved_master)
 
@@ -218,6 +219,12 @@ class ShardedParameter:
         self.master_row.copy_(settled)
         self.note_slice()
 
+    def share_again(self) -> None:
+        """Let ``p32`` lie over the row again, where an optimizer's step has given it other memory."""
+        if self.shares_storage and self.owns_some and self.p32.data_ptr() != self.row.data_ptr():
+            self.p32.data = self.shaped(self.row.data)
+            self.note_slice()
+
     def note_version(self) -> None:
         """Note that ``p`` has the same values on all ranks now."""
         self.version = self.p._version
@@ -244,6 +251,7 @@ class ShardedParameter:
         nothing. It does not ask whether other ranks have the same ``p``. Raises as ``take_back`` does.
         """
         self.take_back()
+        self.share_again()
         if not self.shares_storage and (self.p._version != self.version or self.saved_master is not None):
             self._settle(self._own, self.saved_master)
             self.saved_master = None
@@ -282,6 +290,7 @@ class ShardedParameter:
         A row of another dtype than was saved, or that is ``p32`` itself, is made of the ``master``.
         """
         exact = own if master is None else master
+        self.share_again()
         self.row[: len(own)].copy_(exact if self.shares_storage or own.dtype != self.row.dtype else own)
         if not self.shares_storage:
             self.master_row[: len(own)].copy_(exact)
@@ -437,6 +446,14 @@ def _rounds_to(row: Tensor, known: Known) -> Tensor:
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
     """Copy written or moved parameters into their masters. Doesn't communicate."""
-    for record in records:
-        if record.is_written or record.saved_master is not None:
-            record.follow_edits()
+    edited = [record for record in records if record.is_written or record.saved_master is not None]
+    free_each_other(edited)
+    for record in edited:
+        record.follow_edits()
+
+
+def free_each_other(edited: Iterable[ShardedParameter]) -> None:
+    """Copy the values of moved parameters if there are several: one may lie in memory that another moves back to."""
+    moved = [record for record in edited if record.p.data_ptr() not in (record.address, record.padded.data_ptr())]
+    for record in moved if len(moved) > 1 else ():
+        record.p.data = record.p.data.clone()

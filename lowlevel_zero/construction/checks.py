@@ -108,6 +108,19 @@ def check_group(param_group: Any, parameters: ParameterStore) -> None:
             )
 
 
+def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) -> None:
+    """Raise ``TypeError`` if an optimizer holds parameters in a list beside its groups, which will hold slices."""
+    sought = set(trained)
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and isinstance(value, (list, tuple, set, dict)):
+            held = value.values() if isinstance(value, dict) else value
+            if any(isinstance(each, Tensor) and each in sought for each in held):
+                raise TypeError(
+                    f"optimizer: expected {type(optimizer).__name__} to find its parameters in param_groups, where "
+                    f"slices take their place, found a list of its own in .{name}: let it loop over param_groups"
+                )
+
+
 def _check_own_memory(named: Mapping[Tensor, str]) -> None:
     """Raise ``ValueError`` if two parameters share memory."""
     pair = overlapping(list(named))

@@ -24,7 +24,7 @@ from ..optim.quantised import slice_multiple
 from ..optim.splits import check_and_choose, may_write_unused
 from ..options import ZeroOptions
 from ..partition import Choice
-from .checks import check_group, check_optimizer, check_parameters
+from .checks import check_group, check_no_list_of_its_own, check_optimizer, check_parameters
 from .sharding import Sharding, convert
 
 ADD_GROUP = "add a param group"
@@ -106,6 +106,7 @@ def check(
     trained = [p for p in names if p.requires_grad]
     check_parameters(optimizer, trained, names, group, options, model=model)
     choices = check_and_choose(optimizer, trained, names, options)
+    check_no_list_of_its_own(optimizer, trained)
     assignment = assign(assigned, group, names, model)
     lines = [list(describe(optimizer, names, choices, model, assignment.of, at)) for at in assignment.numbers]
     writes_unused = may_write_unused(optimizer)

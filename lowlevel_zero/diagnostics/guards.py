@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
-from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter, free_each_other
 from ..bookkeeping.step_state import StepState
 from ..communication.agreement import UnevenWrites, raised_by_all
 from ..communication.shard_group import ShardGroup
@@ -138,6 +138,7 @@ class Guard:
 
     def follow_edits(self) -> None:
         """Copy edited parameters into their masters, and moved ones back to their storages. Doesn't communicate."""
+        free_each_other(self.edited)
         for record in self.edited:
             trained = record.p.requires_grad or record.worked
             with nullcontext() if trained else suppress(RuntimeError):  # a frozen one may have been converted

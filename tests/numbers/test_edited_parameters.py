@@ -113,3 +113,73 @@ def test_adding_what_is_there_already_is_refused_and_changes_nothing() -> None:
         return len(optimizer.param_groups)
 
     assert run_ranks(train, 2) == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_that_exchange_their_memory_keep_each_other_s_values(dtype: torch.dtype) -> None:
+    def train(rank: int, world_size: int) -> list[float]:
+        parameters = [nn.Parameter(torch.full((4,), float(at), dtype=dtype)) for at in range(3)]
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(parameters, lr=0.5))
+        memory = [p.data for p in parameters]
+        for at, p in enumerate(parameters):
+            p.data = memory[(at + 1) % 3]
+        optimizer.backward(torch.stack([p.sum() for p in parameters]).sum())
+        optimizer.step()
+        return [p[0].item() for p in parameters]
+
+    assert run_ranks(train, 2, timeout=30) == [[0.5, 1.5, -0.5]] * 2
+
+
+class Replacing(torch.optim.Optimizer):
+    """An optimizer that doesn't write in place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+@pytest.mark.parametrize("split", ["elements", "parameters"])
+def test_edits_reach_an_optimizer_that_gives_its_parameters_other_memory(split: str) -> None:
+    def train(rank: int, world_size: int) -> float:
+        torch.manual_seed(0)
+        model, x = nn.Linear(5, 3), torch.randn(4, 5)
+        alone = nn.Linear(5, 3)
+        alone.load_state_dict(model.state_dict())
+        optimizer, of_alone = (
+            LowLevelZeroOptimizer(Replacing(model.parameters()), split=split),
+            Replacing(alone.parameters()),
+        )
+        for edit in (lambda p: None, lambda p: p.mul_(0.5), lambda p: p.copy_(torch.full_like(p, 0.25))):
+            for each in (model, alone):
+                with torch.no_grad():
+                    for p in each.parameters():
+                        edit(p)
+            optimizer.backward(model(x[2 * rank :][:2]).square().mean())
+            alone(x).square().mean().backward()
+            for each in (optimizer, of_alone):
+                each.step()
+                each.zero_grad()
+        return max(
+            (own - other).abs().max().item() for own, other in zip(model.parameters(), alone.parameters(), strict=True)
+        )
+
+    assert max(run_ranks(train, 2, timeout=30)) < 1e-6
+
+
+def test_an_optimizer_with_a_list_of_parameters_of_its_own_is_refused() -> None:
+    class Listing(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            self.mine = list(params)
+            super().__init__(self.mine, lr=0.1)
+
+    def construct(rank: int, world_size: int) -> None:
+        with pytest.raises(TypeError, match=r"expected Listing to find its parameters in param_groups.* in .mine: let"):
+            LowLevelZeroOptimizer(Listing(nn.Linear(3, 3).parameters()))
+
+    run_ranks(construct, 2, timeout=30)

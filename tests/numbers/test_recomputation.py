@@ -128,3 +128,42 @@ def counted(name: str) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardGroup, name, counting)
         yield calls
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("micro_batches", "shared"), [(2, False), (1, True)])
+def test_plain_backwards_that_nest_others_end_with_sharded_gradients(
+    micro_batches: int, shared: bool, stage: int
+) -> None:
+    """All gradients come in nested backwards; torch's clipping then reads the norm of the sum."""
+
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def backward(model: Any, x: Tensor) -> None:
+        x = x.clone().requires_grad_()
+        loss = checkpoint(model, x, use_reentrant=True).square().mean()
+        if shared:
+            loss = loss + checkpoint(model[0], x, use_reentrant=True).mean()
+        loss.backward()
+
+    def train(rank: int, world_size: int) -> float:
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+        model, alone = net(), net()
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        of_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for _ in range(3):
+            for _ in range(micro_batches):
+                backward(model, x[3 * rank :][:3])
+                backward(alone, x)
+            norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.4) for each in (model, alone)]
+            torch.testing.assert_close(*norms)
+            for each in (optimizer, of_alone):
+                each.step()
+                each.zero_grad()
+        return max(
+            (own - other).abs().max().item() for own, other in zip(model.parameters(), alone.parameters(), strict=True)
+        )
+
+    assert max(run_ranks(train, 2, timeout=30)) < 1e-6
