@@ -6,6 +6,7 @@ random number generators, stay unchanged.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import re
@@ -27,6 +28,9 @@ _AHEAD = 10**5  # steps: some classes change their rule after so many
 # Steps with gradients, and then without. Slow weights are updated in every second to tenth step, and some are made in
 # the first of these.
 _USED, _UNUSED = 11, 10
+
+
+_PLAIN = (bool, int, float, str, NoneType)
 
 
 class NoProbe(Exception):
@@ -177,7 +181,8 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
 
     The constructor's arguments are looked up by name among the defaults and the attributes. An argument that is found
     in neither takes its default. The first one are the groups, or another optimizer over them, which ``optimizer``
-    wraps.
+    wraps. Plain attributes become those of ``optimizer``, which may record an argument under another name, unless the
+    class has a ``__del__``: one of them may be the handle of what that frees.
     """
     recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
     arguments = list(inspect.signature(type(optimizer)).parameters.values())
@@ -195,10 +200,19 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
     if isinstance(wrapped, Optimizer):
         groups = fresh(wrapped, options, params)
     made = type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
+    if not hasattr(type(made), "__del__"):
+        vars(made).update((name, copy.deepcopy(value)) for name, value in vars(optimizer).items() if _is_plain(value))
     train = getattr(made, "train", None)
     if callable(train):  # schedule-free ones step in that mode alone
         train()
     return made
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an attribute is a number, a string, None, or a container of these."""
+    if type(value) in (tuple, list, dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _PLAIN)
 
 
 def _copied(name: str, value: Any) -> Any:
@@ -241,7 +255,7 @@ def kinds_to_try(optimizer: Optimizer) -> list[Kind]:
 
 def _attributes(p: Tensor) -> Options:
     """Return the plain attributes of a parameter, with 1 for numbers that are 0: nothing moves by a factor of 0."""
-    plain = {name: value for name, value in vars(p).items() if isinstance(value, (bool, int, float, str, NoneType))}
+    plain = {name: value for name, value in vars(p).items() if isinstance(value, _PLAIN)}
     return {name: 1 if value == 0 and value is not False else value for name, value in plain.items()}
 
 

@@ -311,6 +311,21 @@ class TogetherSeldom(Rule):
         return gradient.sign() * (1e4 / self.norm).clamp(max=1.0)
 
 
+class Clipping(Rule):
+    """Clips by the norm over all gradients, if it is told to, and records that under another name."""
+
+    def __init__(self, params: Any, clip: float = 0.0) -> None:
+        super().__init__(params)
+        self.max_norm = clip
+
+    def begin(self) -> None:
+        if self.max_norm:
+            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.max_norm)
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient
+
+
 class Stochastic(Rule):
     """Rounds at random."""
 
@@ -326,6 +341,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
         "it wraps another optimizer, SGD, whose states its own state dict alone has",
     ),
     "a norm over all": (over_parameters(TogetherSeldom), "its updates depend on other parameters"),
+    "a norm over all, by an option of another name": (
+        lambda model: Clipping(model.parameters(), clip=0.1),
+        "its updates depend on other parameters",
+    ),
     "random numbers": (over_parameters(Stochastic), "random numbers"),
 }
 
