@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..optim.quantised import is_scale, scales_of
-from ..state.loading import CLASS, EXTRAS, FP8, OTHERS, State
+from ..state.loading import ADDED, CLASS, EXTRAS, FP8, OTHERS, State
 from ..state.nested import nested
 from .folders import publish, sync
 from .objects import Settings
@@ -170,9 +170,11 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
     groups = settings["param_groups"]
     places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
     state = {places[name]: nested({**of, **settings["states"].get(name, {})}) for name, of in tensors.items()}
+    others = dict(settings.get(OTHERS, {}))
     plan = settings["plan"] if one_plan else None  # each group of experts has a plan of its own
     return {
-        "state": {place: of_place for place, of_place in state.items() if of_place} | settings.get(OTHERS, {}),
+        **others.pop(ADDED, {}),
+        "state": {place: of_place for place, of_place in state.items() if of_place} | others,
         "param_groups": [{**group, "params": [places[name] for name in group["params"]]} for group in groups],
         EXTRAS: {
             CLASS: settings[CLASS],

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
@@ -31,6 +32,8 @@ OTHER_PLANS = "other_plans"
 # say so counts as without fp8: a model trained elsewhere may have many numbers that fp8 can hold, by chance.
 FP8 = "fp8"
 OTHERS = "others"  # states of no parameter
+# Among those: what the class adds to its own state dict, beside states and groups.
+ADDED = "lowlevel_zero.added"
 CLASS = "class"  # the name of the wrapped optimizer's
 TRIED = 7  # elements of a parameter that is tried: a state is unlikely to have 7 for another reason
 
@@ -57,8 +60,29 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
 
 
 def states_of_no_parameter(optim: Optimizer) -> State:
-    """Return what an optimizer keeps among its states under other keys than parameters, as a count of all steps."""
-    return {str(key): value for key, value in optim.state.items() if not isinstance(key, Tensor)}
+    """Return what an optimizer keeps among its states under other keys than parameters, as a count of all steps.
+
+    Under ``ADDED`` is what its class adds to its own state dict.
+
+    Raises:
+        ValueError: the class adds tensors, which may be slices.
+    """
+    others = {str(key): value for key, value in optim.state.items() if not isinstance(key, Tensor)}
+    if type(optim).state_dict is Optimizer.state_dict:
+        return others
+    added = added_to(optim.state_dict())
+    for key, value in added.items():
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"{key}: expected {type(optim).__name__}.state_dict to add numbers to the state dict, got tensors, of "
+                "which each rank may have a slice: keep them in its state, by parameter"
+            )
+    return {**others, **({ADDED: added} if added else {})}
+
+
+def added_to(state_dict: Mapping[str, Any]) -> State:
+    """Return what a state dict has beside states, groups, and what this package adds."""
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", EXTRAS)}
 
 
 def load_slices(
@@ -71,8 +95,8 @@ def load_slices(
 ) -> None:
     """Load states of slices, except masters, by the ``load_state_dict`` of ``optim``, which casts them.
 
-    ``others`` are states of no parameter. ``undo`` gets a callback that restores the former states and groups, since
-    hooks of the caller may raise.
+    ``others`` are states of no parameter. ``undo`` gets a callback that restores the former states and attributes,
+    since hooks of the caller may raise.
     """
     place = {p32: at for at, p32 in enumerate(p32 for group in optim.param_groups for p32 in group["params"])}
     groups = [
@@ -80,12 +104,14 @@ def load_slices(
         for saved, held in zip(param_groups, optim.param_groups, strict=True)
     ]
     state: dict[Any, Any] = copy.deepcopy(dict(others))
+    added = state.pop(ADDED, {})
     for p32, at in place.items():
         of_slice = {key: v for key, v in states.get(parameters[p32], {}).items() if key != MASTER}
         if of_slice:
             state[at] = quantised_state(optim, p32, of_slice)
-    undo.callback(vars(optim).update, state=optim.state, param_groups=optim.param_groups)
-    optim.load_state_dict({"state": state, "param_groups": groups})
+    former = {**vars(optim), "state": optim.state, "param_groups": optim.param_groups}
+    undo.callback(vars(optim).update, former)
+    optim.load_state_dict({**added, "state": state, "param_groups": groups})
 
 
 def load_scale(scaler: LossScaler | None, loss_scale: Mapping[str, Any] | None) -> None:
@@ -142,14 +168,16 @@ def check_class(
 
     Args:
         saved: the class's name; None: nobody has recorded it, as in plain torch's state dicts. Then a small optimizer
-            of this class tries what was saved.
+            of this class tries what was saved, unless the class loads state dicts by a method of its own.
         param_groups: the settings.
         states: by group a parameter's, as ``add_sample`` gives them.
     """
     own = type(optim).__name__
     if saved is not None and saved != own:
         raise ValueError(f"expected the state of this class of optimizer, {own}, got that of {saved}: {_SAME_CLASS}")
-    missing = None if saved or block_size(optim) > 1 else missing_in(optim, TRIED, param_groups, states)
+    knows_its_own = type(optim).load_state_dict is not Optimizer.load_state_dict
+    untried = saved or knows_its_own or block_size(optim) > 1
+    missing = None if untried else missing_in(optim, TRIED, param_groups, states)
     if missing is not None:
         raise ValueError(
             f"expected the state of this class of optimizer, {own}, got one that has no {missing}, without which it "

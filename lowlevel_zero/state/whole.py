@@ -25,6 +25,7 @@ from ..loss_scaler import LossScaler, check_loss_scale
 from ..optim.quantised import flat_state
 from ..sharded_group import ShardedGroup
 from .loading import (
+    ADDED,
     CLASS,
     EXTRAS,
     FP8,
@@ -32,6 +33,7 @@ from .loading import (
     OTHER_PLANS,
     State,
     add_sample,
+    added_to,
     all_or_nothing,
     check_class,
     load_scale,
@@ -77,16 +79,18 @@ class WholeState(NamedTuple):
 
         Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
         them, frozen ones included. fp32 masters of 16-bit parameters are saved as ``master_param``; the loss scale,
-        bucket plans and whether parameters travelled in fp8 under ``EXTRAS``.
+        bucket plans and whether parameters travelled in fp8 under ``EXTRAS``. What the optimizer's class adds to its
+        own state dict is there too.
         """
         shards = self.shards(math.inf, pinned, only_on_master)
-        state = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
+        state: dict[Any, Any] = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
+        added = state.pop(ADDED, {})
         plans = (group.reducer.plan_state() for group in self.groups)
         plan, *others = [None if plan is None else plan._asdict() for plan in plans]
         scale = scale_as_numbers(self.scaler)
         own: State = {CLASS: type(self.optim).__name__, "loss_scale": scale, "plan": plan, FP8: self.fp8}
         extras = {**own, **({OTHER_PLANS: others} if others else {})}
-        return {"state": state, "param_groups": self.packed_groups(), EXTRAS: extras}
+        return {**added, "state": state, "param_groups": self.packed_groups(), EXTRAS: extras}
 
     def packed_groups(self) -> list[State]:
         """Return the param groups with their settings, and with numbers in place of parameters. Doesn't communicate."""
@@ -161,7 +165,8 @@ class WholeState(NamedTuple):
             if len(self.parameters.shard_groups) == 1:
                 lines += _described(state_dict)
         extras = state_dict.get(EXTRAS) or {}
-        self.load_shards(state_dict["param_groups"], [state_dict["state"]], extras)
+        shards = [state_dict["state"], {ADDED: added_to(state_dict)}]
+        self.load_shards(state_dict["param_groups"], shards, extras)
         if all(group.reducer.syncs.idle for group in self.groups):
             _restore_plans(self.groups, [extras.get("plan"), *extras.get(OTHER_PLANS, [])])
 

@@ -145,6 +145,27 @@ class CountingNorms(Counting):
         return gradient / gradient.norm() / self.state["count"]
 
 
+class CountingByItself(Rule):
+    """Keeps the count in an attribute, which it adds to its state dict."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.count = 0
+
+    def begin(self) -> None:
+        self.count += 1
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient / self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.count = state_dict["count"]
+
+
 class ByPlace(Rule):
     """Keeps momenta in a list of its own, by the parameter's place."""
 
@@ -356,7 +377,7 @@ def test_it_is_refused_by_what_differs(case: str) -> None:
         choose_splits(make(Net()))
 
 
-@pytest.mark.parametrize("cls", [Counting, CountingNorms])
+@pytest.mark.parametrize("cls", [Counting, CountingNorms, CountingByItself])
 def test_a_count_among_states_goes_on_at_another_number_of_ranks(tmp_path: Path, cls: Callable[..., Optimizer]) -> None:
     def work(rank: int, world_size: int, steps: int) -> dict[Any, Any]:
         torch.manual_seed(0)
@@ -370,7 +391,9 @@ def test_a_count_among_states_goes_on_at_another_number_of_ranks(tmp_path: Path,
             optimizer.zero_grad()
         if not (tmp_path / "a").exists():
             save_checkpoint(tmp_path / "a", model, optimizer)
-        return {"count": optimizer.state_dict()["state"]["count"], "weight": model.weight.detach().clone()}
+        state_dict = optimizer.state_dict()
+        count = state_dict["count"] if cls is CountingByItself else state_dict["state"]["count"]
+        return {"count": count, "weight": model.weight.detach().clone()}
 
     straight = run_ranks(work, 1, 5)[0]
     (tmp_path / "a").rename(tmp_path / "of the straight run")
@@ -395,6 +418,24 @@ def test_a_count_among_states_is_in_plain_torch_s_state_dicts() -> None:
         optimizer.load_state_dict(plain.state_dict())
         assert optimizer.state["count"] == 7
         assert re.search("'count': 7", str(optimizer.state_dict()["state"]))
+
+    run_ranks(work, 2)
+
+
+def test_what_a_class_adds_to_its_state_dict_goes_to_plain_torch_and_back() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 3)
+        optimizer, plain = (
+            LowLevelZeroOptimizer(CountingByItself(model.parameters()), model=model),
+            CountingByItself(nn.Linear(4, 3).parameters()),
+        )
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        plain.load_state_dict(optimizer.state_dict())
+        assert plain.count == 1
+        plain.count = 7
+        optimizer.load_state_dict(plain.state_dict())
+        assert optimizer.state_dict()["count"] == 7
 
     run_ranks(work, 2)
 
