@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from numbers import Number
 from typing import Any, TypeAlias
 
 import torch
@@ -118,22 +119,41 @@ def _difference(
                 )
             key = _state_apart(sliced.state.get(own, {}), own) or _state_apart(whole.state.get(param, {}), param)
             if key is not None:
-                return f"its state {key!r} has tensors in a list or dict, or of another shape, which can't be sliced"
-        return None
+                return (
+                    f"its state {key!r} has tensors in a list, dict or object, or of another shape, which can't be "
+                    "sliced"
+                )
+        return _state_of_no_parameter(whole)
 
     return _soon_or_late([whole, sliced], run, compare)
 
 
 def _state_apart(state: Mapping[str, Any], param: Tensor) -> str | None:
-    """Return the first key under which a state has tensors that aren't of the parameter's shape, or None.
+    """Return the first key under which a state has tensors that aren't of the parameter's shape, or objects, or None.
 
-    Single numbers are alike on all ranks. Tensors in lists and dicts can't be told from those that are.
+    Single numbers are alike on all ranks. Tensors in lists and dicts can't be told from those that are, and objects
+    may hold tensors.
     """
     for key, value in state.items():
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 1]
-        if any(each is not value or each.shape != param.shape for each in tensors):
+        others = [leaf for leaf in tree_leaves(value) if not _is_single(leaf)]
+        if any(each is not value or not isinstance(each, Tensor) or each.shape != param.shape for each in others):
             return key
     return None
+
+
+def _state_of_no_parameter(optimizer: Optimizer) -> str | None:
+    """Return what is wrong with the states under other keys than parameters, of which each rank has a part, or None."""
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor) and not all(map(_is_single, tree_leaves(value))):
+            return f"its state {key!r}, which is of no parameter, has tensors or objects, which differ between ranks"
+    return None
+
+
+def _is_single(leaf: object) -> bool:
+    """Return whether a value among states is a number or text, which is alike on all ranks."""
+    if isinstance(leaf, Tensor):
+        return leaf.numel() <= 1
+    return leaf is None or isinstance(leaf, (Number, str, bytes, torch.dtype, torch.device))
 
 
 def _soon_or_late(
@@ -202,7 +222,7 @@ def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool)
                 )
             if not at % 2 and whole.state.get(param, {}).keys() != whole.state.get(wholes[at + 1], {}).keys():
                 return "it keeps a state with one parameter that others of the same kind lack, and owners change"
-        return None
+        return _state_of_no_parameter(whole)
 
     return _soon_or_late([whole, *ranks], run, compare)
 

@@ -166,6 +166,21 @@ class CountingByItself(Rule):
         self.count = state_dict["count"]
 
 
+class Box:
+    """Holds a momentum."""
+
+    def __init__(self, momentum: Tensor) -> None:
+        self.momentum = momentum
+
+
+class Boxed(Rule):
+    """Keeps each momentum in an object."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        momentum: Tensor = state.setdefault("box", Box(torch.zeros_like(p))).momentum
+        return momentum.mul_(0.9).add_(gradient)
+
+
 class ByPlace(Rule):
     """Keeps momenta in a list of its own, by the parameter's place."""
 
@@ -276,6 +291,7 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "a count among states": (over_parameters(Counting), "elements", 8),
     "a count among states, by norms": (over_parameters(CountingNorms), "parameters", 8),
     "momenta by place": (over_parameters(ByPlace), "parameters", 8),
+    "momenta in objects": (over_parameters(Boxed), "parameters", 8),
     "by dimensions": (over_parameters(ByDimensions), "parameters", 8),
     "by position": (over_parameters(ByPosition), "parameters", 8),
     "seeded": (over_parameters(Seeded), "parameters", 8),
@@ -354,6 +370,15 @@ class Stochastic(Rule):
         return torch.round(64 * gradient + torch.rand_like(p)) / 64
 
 
+class ByName(Rule):
+    """Keeps momenta among its states under names of its own."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        place = next(at for at, own in enumerate(self.param_groups[0]["params"]) if own is p)
+        momentum: Tensor = self.state.setdefault(f"momentum of {place}", torch.zeros_like(p))
+        return momentum.mul_(0.9).add_(gradient)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "a state with the first": (over_parameters(OfTheFirst), "keeps a state with one parameter that others .* lack"),
     "a closure": (over_parameters(Sharpness), "its step needs a closure"),
@@ -361,6 +386,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
         lambda model: WithItsOwnStateDict(SGD(model.parameters(), lr=0.05)),
         "it wraps another optimizer, SGD, whose states its own state dict alone has",
     ),
+    "states of no parameter": (over_parameters(ByName), "its state 'momentum of 0', which is of no parameter, has"),
     "a norm over all": (over_parameters(TogetherSeldom), "its updates depend on other parameters"),
     "a norm over all, by an option of another name": (
         lambda model: Clipping(model.parameters(), clip=0.1),
