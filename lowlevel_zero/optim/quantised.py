@@ -55,7 +55,18 @@ def block_size(optimizer: Any) -> int:
 
 
 def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
-    """Raise ``ValueError`` if a parameter already has quantised states, which can't be sliced."""
+    """Raise ``ValueError`` if a parameter already has states that can't be sliced.
+
+    Those are quantised ones, and ones of an optimizer inside this one.
+    """
+    for inner in vars(optimizer).values():
+        of_inner = isinstance(inner, Optimizer) and inner.state is not optimizer.state
+        for p in new if of_inner else ():
+            if inner.state.get(p):
+                raise ValueError(
+                    f"{names[p]}: expected no states of the {type(inner).__name__} inside {type(optimizer).__name__} "
+                    "yet, got some, which would stay whole: wrap the optimizer before its first step"
+                )
     stepped = [names[p] for p in new if optimizer.state.get(p)] if block_size(optimizer) > 1 else []
     if stepped:
         raise ValueError(

@@ -403,6 +403,18 @@ def test_it_is_refused_by_what_differs(case: str) -> None:
         choose_splits(make(Net()))
 
 
+def test_an_optimizer_around_one_that_has_stepped_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 3)
+        inner = SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model(torch.ones(1, 4)).sum().backward()
+        inner.step()
+        with pytest.raises(ValueError, match="weight: expected no states of the SGD inside Around yet, got some"):
+            LowLevelZeroOptimizer(Around(inner), model=model)
+
+    run_ranks(work, 2)
+
+
 @pytest.mark.parametrize("cls", [Counting, CountingNorms, CountingByItself])
 def test_a_count_among_states_goes_on_at_another_number_of_ranks(tmp_path: Path, cls: Callable[..., Optimizer]) -> None:
     def work(rank: int, world_size: int, steps: int) -> dict[Any, Any]:
