@@ -45,7 +45,7 @@ from .loss_scaler import LossScaler
 from .offload.step_on_host import StepOnHost
 from .optim.overrides import carry_overrides
 from .options import (
-    MAX_NORM,
+    CLIPPED_NORM,
     BackwardContext,
     Communication,
     Cost,
@@ -395,7 +395,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         It does what ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does, in fewer kernels, and counts
         experts' gradients. Every rank calls it, with the same ``max_norm``.
         """
-        MAX_NORM("max_norm", max_norm)
+        CLIPPED_NORM("max_norm", max_norm)
         call, norm = self.calls.enter("clip_grad_norm_"), self._new_norm()
         call = call._replace(name=f"{call.name} to {max_norm}")
         with self.calls.taking_part(norm.catch_up):

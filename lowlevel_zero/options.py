@@ -58,6 +58,7 @@ class Takes(NamedTuple):
 _NUMBER, _FLOATING = (int, float), (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SWITCH = Takes("True or False", (bool,))
 MAX_NORM = Takes("a number >= 0 (0 means no clipping)", _NUMBER, lambda norm: norm >= 0)
+CLIPPED_NORM = MAX_NORM._replace(expected="a number >= 0")
 SPLIT = Takes(
     f"None, {BY_ELEMENTS!r} or {BY_PARAMETERS!r}", (str, NoneType), {None, BY_ELEMENTS, BY_PARAMETERS}.__contains__
 )
@@ -143,7 +144,7 @@ class LossScale:
     )
     max_scale: float = option(2.0**24, "the scale never grows above this.", _SCALE, keyword="max_scale")
     max_skipped_steps: int = option(
-        20, "raise after this many overflows in a row with the scale at its minimum; 0: never.", _STEPS
+        20, "raise after this many overflows in a row, once the scale is at its minimum; 0: never.", _STEPS
     )
 
 

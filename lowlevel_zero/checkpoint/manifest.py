@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,16 +138,17 @@ class Manifest:
             raise ValueError(f"{folder}: damaged, {name} {wrong}: {TAKE_ANOTHER}")
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: str | PathLike[str]) -> Manifest:
     """Read the manifest of the checkpoint ``folder``, and return it.
 
     Raises:
         ValueError: there is none, it is damaged, or it is of another format.
         OSError: it can't be read.
     """
-    if not (folder / MANIFEST).is_file():
+    file = Path(folder) / MANIFEST
+    if not file.is_file():
         raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none: name another folder")
-    return manifest_in(folder / MANIFEST)
+    return manifest_in(file)
 
 
 def read_head(folder: Path) -> Head:

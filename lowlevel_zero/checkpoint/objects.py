@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from .manifest import METADATA, OBJECTS, TAKE_ANOTHER
 from .optimizers import Name, called
@@ -146,12 +147,24 @@ def packed(value: object, what: str) -> bytes:
         torch.save(value, buffer)
         unpacked(buffer.getvalue())
     except Exception as error:  # pickling calls whatever the object brings along
-        reason = str(error).strip().splitlines() or [""]
+        place, refused = next((pair for pair in tree_leaves_with_path(value) if not _is_taken(pair[1])), ((), value))
         raise TypeError(
-            f"{what}: expected what torch.load(weights_only=True) takes back (numbers, strings, tensors, lists, "
-            f"dicts), got a {type(value).__name__} that it doesn't: {reason[0]:.300}"
+            f"{what}{keystr(place)}: expected what torch.load(weights_only=True) takes back (numbers, strings, "
+            f"tensors, lists, dicts), got a {type(refused).__module__}.{type(refused).__qualname__}: convert it to one "
+            "of them"
         ) from error
     return buffer.getvalue()
+
+
+def _is_taken(value: object) -> bool:
+    """Return whether ``torch.load(weights_only=True)`` takes ``value`` back."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        unpacked(buffer.getvalue())
+    except Exception:
+        return False
+    return True
 
 
 def unpacked(data: bytes | memoryview) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..communication.agreement import Alike, together
+from ..communication.agreement import Alike, agree_apart, together
 from ..lives import records_of
 from ..sharded_optimizer import ShardedOptimizer
 
@@ -55,12 +55,17 @@ def collective_call(optimizer: ShardedOptimizer, records: Sequence[ShardedParame
         RuntimeError: ranks make different calls; another rank's body has raised (this one's own error is raised as it
             is); or a backward is going on.
     """
-    doing = f"{call} of {records[0].name if len(records) == 1 else f'{len(records)} parameters'}"
+    groups = optimizer.sharded_parameters.shard_groups
+    compared = [record for record in records if len(records) == 1 or record.shard_group == 0]
+    doing = f"{call} of {records[0].name if len(records) == 1 else 'a model'}"
     with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
         optimizer.step_state.wake_up()
         for record in records:
             record.take_back()
-        lines += [f"{call} of {record.common_name}, optimizer {optimizer.shard_group.number}" for record in records]
+        lines += [f"{call} of {record.common_name}, optimizer {optimizer.shard_group.number}" for record in compared]
         yield lines
+    if len(records) > 1 and len(groups) > 1:  # ranks may have different numbers of experts
+        of_experts = [[r.name for r in records if r.shard_group == number] for number in range(1, len(groups))]
+        agree_apart(groups, of_experts, f"call {doing}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -291,3 +292,20 @@ def test_what_one_rank_refuses_all_refuse_and_nothing_changes() -> None:
     assert all(line.startswith(("ValueError: ", "TypeError: ")) for line in own)
     assert "inward: expected a value of (5, 4), got (4, 5)" in own[0]
     assert "expected one of its states, exp_avg, exp_avg_sq, step, got 'exp_average'" in own[-1]
+
+
+def test_groups_of_experts_may_have_different_numbers_of_them() -> None:
+    def work(rank: int, world_size: int) -> list[str]:
+        group = [dist.new_group([each]) for each in range(world_size)][rank]
+        experts = nn.ModuleDict({str(number): nn.Linear(3, 3, bias=False) for number in range(1 + rank)})
+        model = nn.ModuleDict({"dense": nn.Linear(3, 3, bias=False), "experts": experts})
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(sgd, {group: list(experts.parameters())}, model=model)
+        x = model["dense"](torch.ones(2, 3))
+        optimizer.backward(sum(each(x).sum() for each in experts.values()))
+        found = full_grads(model)
+        assert all(value is not None and value.shape == (3, 3) for value in found.values())
+        return list(found)
+
+    dense, *experts = "dense.weight", "experts.0.weight", "experts.1.weight"
+    assert run_ranks(work, 2, timeout=30) == [[dense, *experts[: 1 + rank]] for rank in range(2)]
