@@ -61,7 +61,7 @@ SYMPTOMS = {
 }
 # Messages that no user meets: of what can't be, and reasons that another message gives.
 INTERNAL = ("AssertionError", "TransportError", "UnpicklingError")
-INTERNAL_FILES = ("communication/memory_file.py", "partition.py")
+INTERNAL_FILES = ("communication/memory_file.py", "communication/work.py", "partition.py")
 
 
 class Message(NamedTuple):

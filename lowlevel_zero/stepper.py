@@ -27,6 +27,7 @@ from .bookkeeping.sharded_parameter import ShardedParameter
 from .communication.shard_group import ShardGroup
 from .communication.work import Work
 from .optim.owned_step import OwnedStep
+from .optim.trials import step_is_replaced
 from .partition import ELEMENTWISE
 from .sharded_group import ShardedGroup
 
@@ -148,14 +149,14 @@ class StepGate:
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
-    """Return whether ``optim`` may step some parameters after others: it is elementwise, and has no step hooks."""
+    """Return whether ``optim`` may step some parameters after others: it is elementwise, and its step is bare."""
     watched = (
         set(map(type, optim._optimizer_step_pre_hooks.values())) - {StepGate},
         optim._optimizer_step_post_hooks,
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
     )
-    return type(optim) in ELEMENTWISE and not any(watched)
+    return type(optim) in ELEMENTWISE and not any(watched) and not step_is_replaced(optim)
 
 
 def is_fused(optim: Optimizer) -> bool:

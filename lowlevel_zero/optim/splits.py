@@ -23,7 +23,7 @@ from .costs import ORTHOGONALISING, costs_of
 from .overrides import check_overrides
 from .probe import probe_elements, probe_parameters
 from .quantised import check_unstepped, is_known
-from .trials import full_name, writes_without_gradients
+from .trials import full_name, step_is_replaced, writes_without_gradients
 
 # Elementwise classes of others, by their full names: they hold compiled kernels, which a probe can't make again.
 _ELSEWHERE = {
@@ -155,11 +155,15 @@ def choose_splits(
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether the class of ``optimizer`` is known to treat each element by itself, and to skip unused ones."""
+    if step_is_replaced(optimizer):
+        return False
     return type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE or is_known(optimizer)
 
 
 def may_write_unused(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` may write parameters that have no gradient, by a trial if its class is unknown."""
+    if step_is_replaced(optimizer):
+        return True
     skips = is_elementwise(optimizer) or type(optimizer).__module__.startswith("torch.optim")
     return not skips and writes_without_gradients(optimizer)
 
@@ -185,7 +189,13 @@ def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) ->
 
 
 def _listed_by_methods(optimizer: Optimizer) -> _Listed | None:
-    """Return why a class that needs a closure, or whose states are another optimizer's, can't be sharded, or None."""
+    """Return why a class that needs a closure, or whose states are another optimizer's, can't be sharded, or None.
+
+    An instance whose step was replaced may be sharded if the caller chooses its split.
+    """
+    if step_is_replaced(optimizer):
+        reason = "its step was replaced on the instance, where a trial can't see it"
+        return _Listed("", reason, "a subclass with that step", by_parameters=False)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         reason = "its step needs a closure, which may run backwards whose gradients aren't summed over the ranks"

@@ -43,6 +43,22 @@ def full_name(optimizer: Optimizer) -> str:
     return re.sub(r"\._[a-z]\w*\.", ".", f"{cls.__module__}.{cls.__qualname__}")
 
 
+def step_is_replaced(optimizer: Optimizer) -> bool:
+    """Return whether an instance has another ``step`` than its class. What schedulers and compilers add is none."""
+    return "step" in vars(optimizer) and _bare(optimizer.step) is not _bare(type(optimizer).step)
+
+
+def _bare(method: Any) -> Any:
+    """Return the function of a method, without what torch's schedulers and compilers have put around it."""
+    while True:
+        if getattr(method, "_wrapped_by_lr_sched", False):
+            method = method.__wrapped__
+        elif hasattr(method, "_torchdynamo_orig_callable"):
+            method = method._torchdynamo_orig_callable
+        else:
+            return getattr(method, "__func__", method)
+
+
 def first_states(
     optimizer: Optimizer,
     numel: int,

@@ -134,7 +134,13 @@ def test_states_that_would_not_come_back_are_refused_on_all_ranks(tmp_path: Path
     for one, other, part in zip(
         first,
         second,
-        ("rank_state['path']: expected what torch.load", "expected a dict, got list", "expected a dict, got list", "", ""),
+        (
+            "rank_state['path']: expected what torch.load",
+            "expected a dict, got list",
+            "expected a dict, got list",
+            "",
+            "",
+        ),
         strict=True,
     ):
         assert part in one

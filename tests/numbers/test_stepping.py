@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -28,6 +29,15 @@ class OwnAdamW(AdamW):
     """A user's subclass might count its steps: it is stepped once."""
 
 
+@contextmanager
+def watching(look: Callable[[Any], object]) -> Iterator[None]:
+    """Call ``look`` with the param groups before each step of ``AdamW``."""
+    step = AdamW.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdamW, "step", lambda optim: (look(optim.param_groups), step(optim)))
+        yield
+
+
 def train(make: Callable[[Any], Optimizer], steps: int = 3) -> tuple[list[Tensor], list[int], LowLevelZeroOptimizer]:
     """Parameters after some steps of a net of several buckets, and how many parameters each step call saw."""
     torch.manual_seed(0)
@@ -35,15 +45,11 @@ def train(make: Callable[[Any], Optimizer], steps: int = 3) -> tuple[list[Tensor
     groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "lr": 0.1 / dim} for dim in (1, 2)]
     optimizer = LowLevelZeroOptimizer(make(groups), reduce_bucket_size=50, partition_grad=True)
     calls: list[int] = []
-    step = optimizer.optim.step
-    optimizer.optim.step = lambda: (  # type: ignore[method-assign]
-        calls.append(sum(len(group["params"]) for group in optimizer.optim.param_groups)),
-        step(),
-    )
-    for _ in range(steps):
-        optimizer.backward(model(torch.randn(2, 6)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    with watching(lambda groups: calls.append(sum(len(group["params"]) for group in groups))):
+        for _ in range(steps):
+            optimizer.backward(model(torch.randn(2, 6)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()], calls, optimizer
 
 
@@ -89,17 +95,13 @@ def test_a_part_is_stepped_with_the_param_groups_that_it_has_members_of() -> Non
         groups = [{"params": list(layer.parameters()), "lr": 0.1 * (1 + at)} for at, layer in enumerate(model)]
         optimizer = LowLevelZeroOptimizer(AdamW(groups), reduce_bucket_size=42, partition_grad=True)
         rates: list[list[float]] = []
-        step = optimizer.optim.step
-        optimizer.optim.step = lambda: (  # type: ignore[method-assign]
-            rates.append([round(group["lr"], 1) for group in optimizer.optim.param_groups]),
-            step(),
-        )
         x = torch.ones(2, 6)
         for at, layer in enumerate(model):
             if at != 2:
                 x = layer(x)
         optimizer.backward(x.sum())
-        optimizer.step()
+        with watching(lambda groups: rates.append([round(group["lr"], 1) for group in groups])):
+            optimizer.step()
         return rates, len(optimizer.param_groups)
 
     for rates, groups in run_ranks(work, 2):
@@ -111,6 +113,9 @@ def test_only_what_torch_counts_by_parameter_is_stepped_in_parts() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
     assert steps_in_parts(AdamW(parameters))
     assert not steps_in_parts(OwnAdamW(parameters))
+    patched = AdamW(parameters)
+    patched.step = lambda closure=None: None  # type: ignore[method-assign, assignment, misc]
+    assert not steps_in_parts(patched)
     assert not steps_in_parts(watched(parameters))
 
 

@@ -379,6 +379,19 @@ class ByName(Rule):
         return momentum.mul_(0.9).add_(gradient)
 
 
+def with_a_step_of_its_own(model: nn.Module) -> Optimizer:
+    """Clip by the norm over all gradients, then step."""
+    optimizer = SGD(model.parameters(), lr=0.05)
+    plain = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.1)
+        plain()
+
+    optimizer.step = step  # type: ignore[assignment, method-assign]
+    return optimizer
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "a state with the first": (over_parameters(OfTheFirst), "keeps a state with one parameter that others .* lack"),
     "a closure": (over_parameters(Sharpness), "its step needs a closure"),
@@ -392,6 +405,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
         lambda model: Clipping(model.parameters(), clip=0.1),
         "its updates depend on other parameters",
     ),
+    "a step of the instance's own": (with_a_step_of_its_own, "its step was replaced on the instance, .* a subclass"),
     "random numbers": (over_parameters(Stochastic), "random numbers"),
 }
 
@@ -413,6 +427,14 @@ def test_an_optimizer_around_one_that_has_stepped_is_refused() -> None:
             LowLevelZeroOptimizer(Around(inner), model=model)
 
     run_ranks(work, 2)
+
+
+def test_a_scheduler_and_a_compiler_leave_a_known_class_known() -> None:
+    optimizer = SGD(Net().parameters(), lr=0.05)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    assert choose_splits(optimizer) == ["elements"]
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    assert choose_splits(optimizer) == ["elements"]
 
 
 @pytest.mark.parametrize("cls", [Counting, CountingNorms, CountingByItself])
