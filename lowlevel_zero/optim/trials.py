@@ -24,10 +24,11 @@ Options: TypeAlias = dict[str, Any]
 
 LARGE = (16, 12, 5, 4, 3, 2)  # a shape of as many dimensions as a parameter has
 _LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
+_LARGE_LR = 0.1  # by which decay that comes with it isn't lost to rounding
 _AHEAD = 10**5  # steps: some classes change their rule after so many
-# Steps with gradients, and then without. Slow weights are updated in every second to tenth step, and some are made in
-# the first of these.
-_USED, _UNUSED = 11, 10
+# Steps with gradients, and then without. Slow weights are updated in every second to tenth step, seldom later, and some
+# are made in the first of these.
+_USED, _UNUSED = 11, 100
 
 
 _PLAIN = (bool, int, float, str, NoneType)
@@ -150,10 +151,11 @@ def writes_without_gradients(optimizer: Optimizer) -> bool:
     try:
         with undisturbed():
             torch.manual_seed(0)
-            options = [own_options(group) for group in optimizer.param_groups]
-            pairs = [[torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(2)] for _ in options]
-            other = fresh(optimizer, options, pairs)
-            params = [p for pair in pairs for p in pair]
+            kinds = kinds_to_try(optimizer, _LARGE_LR)
+            params: list[Tensor] = [
+                torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(2 * len(kinds))
+            ]
+            other = twin(optimizer, kinds, params)
             for number in range(_USED + _UNUSED):
                 if number == _USED:
                     before = [p.detach().clone() for p in params]
@@ -254,13 +256,16 @@ class Kind(NamedTuple):
     attributes: Options
 
 
-def kinds_to_try(optimizer: Optimizer) -> list[Kind]:
-    """Return one example of each kind of parameters; two that differ only in numbers, or in names, are of one kind."""
+def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:
+    """Return one example of each kind of parameters; two that differ only in numbers, or in names, are of one kind.
+
+    Their learning rate is ``lr``.
+    """
     kinds: dict[tuple[str, str], Kind] = {}
     for group in optimizer.param_groups:
         options = own_options(group)
         if "lr" in options:
-            options["lr"] = 0 * options["lr"] + _LR  # a tensor, where it is one
+            options["lr"] = 0 * options["lr"] + lr  # a tensor, where it is one
         kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in options.items()}
         told = repr(sorted(kind.items()))
         for attributes in [*map(_attributes, group["params"])] or [{}]:

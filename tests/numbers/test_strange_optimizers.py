@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
-from lowlevel_zero.optim.splits import choose_splits
+from lowlevel_zero.optim.splits import choose_splits, may_write_unused
 from lowlevel_zero.testing import assert_trains_alike
 from tests.support.ranks import run_ranks
 
@@ -53,6 +53,8 @@ class Rule(Optimizer):
 class Slow(Rule):
     """Draws parameters to slow weights in every third step, those without a gradient too."""
 
+    every = 3
+
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
         return gradient.sign()
 
@@ -63,7 +65,7 @@ class Slow(Rule):
             group["count"] = group.get("count", 0) + 1
             for p in group["params"]:
                 slow = self.state[p].setdefault("slow", p.detach().clone())
-                if group["count"] % 3 == 0:
+                if group["count"] % self.every == 0:
                     slow.lerp_(p, 0.5)
                     p.data.copy_(slow)
 
@@ -84,6 +86,12 @@ class SlowFromTheSecondStep(Rule):
 
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
         return gradient.sign()
+
+
+class SlowSeldom(Slow):
+    """The same in every 25th step."""
+
+    every = 25
 
 
 class SlowByNorms(Slow):
@@ -346,6 +354,26 @@ class TogetherSeldom(Rule):
 
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
         return gradient.sign() * (1e4 / self.norm).clamp(max=1.0)
+
+
+class DecaysAll(Rule):
+    """Decays parameters without a gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 - 1e-4 * group["lr"])
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign()
+
+
+@pytest.mark.parametrize(("cls", "lr"), [(SlowSeldom, 0.05), (DecaysAll, 0.0), (DecaysAll, 1e-4)])
+def test_a_class_that_writes_unused_parameters_is_known_whatever_its_rate_is(cls: type[Rule], lr: float) -> None:
+    """A schedule may have set the rate to 0 before it begins."""
+    assert may_write_unused(cls(Net().parameters(), lr=lr))
 
 
 class Clipping(Rule):
