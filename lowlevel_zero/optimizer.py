@@ -545,7 +545,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Finish reductions under way, and clear all gradients. Communicates: every rank calls it.
 
-        With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it.
+        With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it. A ``zero_grad``
+        that the wrapped optimizer's class has of its own is called in the end; it finds slices without gradients.
         """
         self._guard.enter("zero_grad", wakes=not set_to_none)
         call = Call("zero_grad" if set_to_none else TO_ZEROS)
@@ -559,8 +560,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if set_to_none:
             for p in self.sharded_parameters.frozen:
                 p.grad = None
-            return
-        for p in chain.from_iterable(self.sharded_parameters.groups):
+        for p in () if set_to_none else chain.from_iterable(self.sharded_parameters.groups):
             if p.grad is not None:
                 record = self.sharded_parameters.find(p)
                 if record is None or p.grad is not record.shown:
@@ -569,6 +569,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                     else:
                         p.grad.requires_grad_(False)  # a view can't be detached
                     p.grad.zero_()
+        if type(self.optim).zero_grad is not Optimizer.zero_grad:
+            self.optim.zero_grad(set_to_none)
 
     # ---- param groups, of which an optimizer is made ----
 

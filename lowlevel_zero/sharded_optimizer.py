@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections import defaultdict
@@ -41,7 +42,8 @@ class ShardedOptimizer(Optimizer):
 
     It is what can be asked, saved and loaded of a sharded optimizer; ``LowLevelZeroOptimizer`` trains. Schedulers and
     trainers accept it, and what one of the two loads or changes the other has. Step hooks that are registered on it run
-    once a step. Rooms read its attributes, and call nothing but its methods.
+    once a step, and those of state dicts in ``state_dict`` and ``load_state_dict``. Rooms read its attributes, and call
+    nothing but its methods.
     """
 
     optim: Optimizer  # the wrapped one
@@ -155,8 +157,14 @@ class ShardedOptimizer(Optimizer):
             pinned_state_dicts: buffers for the tensors, made by the first call and used again by further ones.
             only_on_master: leave the states empty on all ranks but the first.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self.finish_syncs("state_dict")
-        return self.whole_state.state_dict(pinned_state_dicts, only_on_master)
+        state_dict = self.whole_state.state_dict(pinned_state_dicts, only_on_master)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -170,8 +178,14 @@ class ShardedOptimizer(Optimizer):
             ValueError: its groups or shapes aren't this optimizer's, or ranks have different ones.
             RuntimeError: other ranks have been called for something else.
         """
+        loaded: Any = copy.copy(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, loaded)
+            loaded = loaded if changed is None else changed
         with self.loading_whole():
-            self.whole_state.load(state_dict)
+            self.whole_state.load(loaded)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     @contextmanager
     def loading_whole(self) -> Iterator[None]:

@@ -67,6 +67,51 @@ def test_step_hooks_run_once_a_step(subtests: pytest.Subtests) -> None:
             assert ran.values() == [["pre", "post"] * 3] * 2
 
 
+def test_state_dict_hooks_run_as_plain_torch_runs_them() -> None:
+    def train(rank: int, world_size: int) -> tuple[list[str], int]:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
+        seen: list[str] = []
+        optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, "epoch": 3})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: seen.append(f"epoch {state_dict['epoch']}"))
+        optimizer.register_load_state_dict_post_hook(lambda _: seen.append("after loading"))
+        state_dict = optimizer.state_dict()
+        optimizer.load_state_dict(state_dict)
+        return seen, state_dict["epoch"]
+
+    assert run_ranks(train, 2) == [(["before saving", "epoch 3", "after loading"], 3)] * 2
+
+
+class Eager(torch.optim.SGD):
+    """Steps further with each call of ``zero_grad``."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            group["lr"] *= 1.5
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_class_s_own_zero_grad_runs_too(set_to_none: bool) -> None:
+    def train(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
+        for _ in range(3):
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        return [p.detach().clone() for p in model.parameters()]
+
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+        alone.load_state_dict(model.state_dict())
+        optimizer = LowLevelZeroOptimizer(Eager(model.parameters(), lr=0.01), model=model)
+        trained = train(optimizer, model)
+        torch.testing.assert_close(trained, train(Eager(alone.parameters(), lr=0.01), alone))
+
+    run_ranks(work, 2)
+
+
 def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests: pytest.Subtests) -> None:
     def train(rank: int, world_size: int, load_on: str) -> list[bool]:
         model = net()
