@@ -88,6 +88,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     return _read_one(param, call, _states(optim_state_key))
 
 
+@torch.inference_mode(False)  # tensors that are made in it could not be updated later
 @torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Overwrite a parameter's fp32 master with ``value``, and the parameter with its rounded values.
@@ -107,6 +108,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         optimizer.sharded_group_of(record).gathers.gather([record])
 
 
+@torch.inference_mode(False)  # tensors that are made in it could not be updated later
 @torch.no_grad()
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Overwrite the averaged gradient of a parameter that has one. All ranks call it."""
@@ -120,6 +122,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     record.handle.copy_(value)
 
 
+@torch.inference_mode(False)  # tensors that are made in it could not be updated later
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Overwrite an optimizer state of a parameter; for a state that is one number, pass one element."""
@@ -226,6 +229,7 @@ def _read_all(
     return {name: found.get(p) for name, p in named.items()}
 
 
+@torch.inference_mode(False)  # tensors that are made in it could not be updated later
 @torch.no_grad()
 def _read(
     optimizer: ShardedOptimizer,

@@ -112,6 +112,22 @@ def test_a_gradient_that_is_set_is_stepped() -> None:
     run_ranks(rank, 3)
 
 
+def test_gradients_read_under_inference_mode_can_still_be_added_to() -> None:
+    def train(rank: int, world_size: int, reads: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, stage=2)
+        for micro_batch in range(3):
+            optimizer.backward(model(torch.full((1, 3), 1.0 + micro_batch + rank)).square().sum())
+            with torch.inference_mode():
+                if reads:
+                    full_grads(model)
+        optimizer.step()
+        return model.weight.detach().clone()
+
+    assert torch.equal(run_ranks(train, 2, True, timeout=30)[0], run_ranks(train, 2, False, timeout=30)[0])
+
+
 # Masters
 
 
