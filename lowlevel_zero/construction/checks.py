@@ -174,7 +174,7 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
 
 
 def check_has_values(model: nn.Module | None) -> None:
-    """Raise ``ValueError`` if a parameter or buffer of ``model`` is on meta, or isn't dense."""
+    """Raise ``ValueError`` if a parameter or buffer of ``model`` is on meta, isn't dense, or is a conjugate view."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()) if model is not None else ():
         if tensor.is_meta:
             raise ValueError(f"{name}: expected values, got a tensor on meta: materialise the model first (to_empty)")
@@ -182,6 +182,11 @@ def check_has_values(model: nn.Module | None) -> None:
             raise ValueError(
                 f"{name}: expected a dense tensor, got layout {tensor.layout}: keep it as a plain attribute instead of "
                 "a buffer, or make it dense (to_dense)"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"{name}: expected a tensor whose memory has its values, got a conjugate or negative view, which can't "
+                "be broadcast: make it one with resolve_conj().resolve_neg()"
             )
 
 

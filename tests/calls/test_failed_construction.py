@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,17 @@ def test_a_buffer_that_is_not_dense_is_refused() -> None:
         model = nn.Linear(4, 4)
         model.register_buffer("adjacency", torch.eye(4).to_sparse())
         with pytest.raises(ValueError, match=r"adjacency: expected a dense tensor, got layout torch.sparse_coo"):
+            LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("view", [lambda tensor: tensor.conj(), lambda tensor: tensor.conj().imag], ids=["conj", "neg"])
+def test_a_buffer_that_is_a_conjugate_view_is_refused(view: Callable[[Tensor], Tensor]) -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 4)
+        model.register_buffer("spectrum", view(torch.ones(3, dtype=torch.complex64)))
+        with pytest.raises(ValueError, match="spectrum: expected a tensor whose memory has its values"):
             LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
 
     run_ranks(work, 2)
