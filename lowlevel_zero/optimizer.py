@@ -586,7 +586,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         parameters, options = self.sharded_parameters, self.options
         try:
             scaled = self.scaler is not None
-            names, choices = add_group(param_group, self.optim, parameters, options, self.model, scaled)
+            names, choices, writes_unused = add_group(param_group, self.optim, parameters, options, self.model, scaled)
             retire_former([p for p in param_group["params"] if p.requires_grad], names, self.shard_group)
             sharding = shard(self.optim, parameters, options, names, choices, ADD_GROUP)
         except BaseException:  # of whatever kind: the wrapped optimizer is as it was
@@ -594,5 +594,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise
         with together(self.shard_group, ADD_GROUP):
             sharding.take_slices()
+            self._stepper.writes_unused = writes_unused
             self._extend_groups()
             make_handles((record for record in parameters if record.handle is None), self.gradients)

@@ -171,10 +171,11 @@ class Stepper:
         optim: the wrapped optimizer.
         parameters: the records of its slices.
         groups: the same by shard group, with their gradients and what gathers them.
-        writes_unused: the optimizer may write parameters that have no gradient.
+        writes_unused: as the attribute.
         on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
 
     Attributes:
+        writes_unused: the optimizer may write parameters that have no gradient.
         skips_by_flag: a flag on the device may tell that a step is to be left out, which the host needn't read. All
             ranks were built with the same optimizer, so it is the same on all, whatever becomes of their settings.
         left: parts of the step under way that haven't started their gather; None: a step is about to begin.
@@ -188,7 +189,7 @@ class Stepper:
         writes_unused: bool,
         on_host: bool = False,
     ) -> None:
-        self._writes_unused = writes_unused
+        self.writes_unused = writes_unused
         self._on_host = on_host
         self._optim = optim
         self._groups = groups
@@ -297,7 +298,7 @@ class Stepper:
     def _written_besides(self, group: ShardedGroup) -> Iterator[tuple[Any, int, ShardedParameter]]:
         """Yield the parameters without gradients, if the optimizer may write them, with kinds and slice sizes."""
         unused = (record for record in group.records if not (record.worked or record.is_empty))
-        if self._writes_unused:
+        if self.writes_unused:
             yield from ((record.kind, record.split.slice_size, record) for record in unused)
 
     def assign_gradients(

@@ -111,8 +111,12 @@ def check(
     lines = [list(describe(optimizer, names, choices, model, assignment.of, at)) for at in assignment.numbers]
     writes_unused = may_write_unused(optimizer)
     lines[0] += [*options.alike(), *assignment.in_common(names, options)]
-    lines[0] += [f"the optimizer may write parameters that have no gradient: {writes_unused}"]
+    lines[0] += [_told_of_unused(writes_unused)]
     return Checked(names, choices, assignment, lines, writes_unused)
+
+
+def _told_of_unused(writes_unused: bool) -> str:
+    return f"the optimizer may write parameters that have no gradient: {writes_unused}"
 
 
 def add_group(
@@ -122,10 +126,11 @@ def add_group(
     options: ZeroOptions,
     model: nn.Module | None,
     scaled: bool,
-) -> tuple[dict[Tensor, str], dict[Tensor, Choice]]:
-    """Add a group to the wrapped ``optimizer``, and check it on all ranks; return names and splits. Communicates.
+) -> tuple[dict[Tensor, str], dict[Tensor, Choice], bool]:
+    """Add a group to the wrapped ``optimizer``, and check it on all ranks. Communicates.
 
-    ``scaled``: losses are scaled, which fp16 parameters require.
+    Returns names, splits, and whether the optimizer may write parameters that have no gradient now. ``scaled``: losses
+    are scaled, which fp16 parameters require.
     """
     group = parameters.shard_groups[0]
     with together(group, ADD_GROUP) as agreed:
@@ -145,10 +150,11 @@ def add_group(
         known_groups = len(optimizer.param_groups) - 1
         shard_group_of = parameters.shard_group_of
         lines = [list(describe(optimizer, names, choices, None, shard_group_of, at, known_groups)) for at in numbers]
-        agreed += lines[0]
+        writes_unused = may_write_unused(optimizer)
+        agreed += [*lines[0], _told_of_unused(writes_unused)]
     if len(numbers) > 1:
         agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
-    return names, choices
+    return names, choices, writes_unused
 
 
 def _agree_on_reductions(group: ShardGroup, device: torch.device) -> None:

@@ -376,6 +376,35 @@ def test_a_class_that_writes_unused_parameters_is_known_whatever_its_rate_is(cls
     assert may_write_unused(cls(Net().parameters(), lr=lr))
 
 
+class DecaysGroups(Rule):
+    """Decays all parameters of groups that say so, those without a gradient too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 - group.get("decay", 0))
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient.sign()
+
+
+def test_an_added_group_may_be_one_of_which_unused_parameters_are_written() -> None:
+    def work(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 3), nn.Linear(4, 3)
+        optimizer = LowLevelZeroOptimizer(DecaysGroups(first.parameters()))
+        optimizer.add_param_group({"params": list(second.parameters()), "decay": 0.1})
+        start = second.weight.detach().clone()
+        optimizer.backward(first(torch.ones(1, 4)).sum())
+        optimizer.step()
+        optimizer.verify()
+        assert torch.equal(second.weight, start * 0.9)
+
+    run_ranks(work, 2)
+
+
 class Clipping(Rule):
     """Clips by the norm over all gradients, if it is told to, and records that under another name."""
 
