@@ -98,12 +98,28 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients of ``model`` in ``p.grad``, unreduced, as in DDP, unless ``sync_each_batch`` is set."""
-        own = set() if self.gradient_state.plugin_kwargs.get("sync_each_batch") else set(model.parameters())
         with ExitStack() as pauses:
-            for optimizer in self._sharded():
-                if any(record.p in own for record in optimizer.sharded_parameters):
-                    pauses.enter_context(optimizer.no_sync())
+            for optimizer in () if self.gradient_state.plugin_kwargs.get("sync_each_batch") else self._of(model):
+                pauses.enter_context(optimizer.no_sync())
             yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
+        """Reduce the gradients of ``model`` in the body's backwards, though they are run within ``no_sync``."""
+        states = [optimizer.step_state for optimizer in self._of(model)]
+        before = [state.syncs for state in states]
+        for state in states:
+            state.syncs = True
+        try:
+            yield
+        finally:
+            for state, syncs in zip(states, before, strict=True):
+                state.syncs = syncs
+
+    def _of(self, model: nn.Module) -> list[LowLevelZeroOptimizer]:
+        """Return the prepared optimizers that train parameters of ``model``."""
+        own = set(model.parameters())
+        return [each for each in self._sharded() if any(record.p in own for record in each.sharded_parameters)]
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
         """Raise ``NotImplementedError``: ``Join`` needs DDP."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,25 @@ def by_no_sync(accelerator: Accelerator) -> Result:
     return losses, weights(accelerator.unwrap_model(model))
 
 
+def within_no_sync(accelerator: Accelerator) -> Result:
+    """The last backward within ``no_sync`` triggers the reduction of all, and clipping sees the norm of the sum."""
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, momentum(model.parameters()))
+    torch.manual_seed(accelerator.process_index)
+    losses = []
+    for _ in range(3):
+        with accelerator.no_sync(model):
+            for at in range(2):
+                batch = torch.randint(31, (2, 8))
+                loss = model(input_ids=batch, labels=batch).loss
+                with accelerator.trigger_sync_in_backward(model) if at else nullcontext():
+                    accelerator.backward(loss)
+        losses.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights(accelerator.unwrap_model(model))
+
+
 def bare(accelerator: Accelerator) -> Result:
     """``loss.backward()``, as accelerate's own pages write it under ``accumulate``; evaluation in between."""
     model = gpt2()
@@ -272,7 +292,7 @@ def each_way(rank: int, world_size: int, train: Callable[[Accelerator], Result])
         return theirs, train(ZeroAccelerator(zero_options=STAGE_2, **options))
 
 
-LOOPS = {2: (adversaries, bare), 3: (two_over_one_model, by_no_sync)}
+LOOPS = {2: (adversaries, bare, within_no_sync), 3: (two_over_one_model, by_no_sync)}
 
 
 @pytest.mark.parametrize("world_size", LOOPS)
