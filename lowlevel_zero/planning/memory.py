@@ -106,8 +106,10 @@ def estimate(
     )
     if stage == 0:
         chosen = replace(chosen, communication=Communication())
-    wrapped = optimizer.optim if isinstance(optimizer, LowLevelZeroOptimizer) else optimizer
-    run = PlannedRun(model_or_numel, chosen, StateSizes(*made_optimizer(wrapped)), device)
+    groups = None
+    if isinstance(optimizer, LowLevelZeroOptimizer):
+        groups, optimizer = optimizer.sharded_parameters.groups, optimizer.optim
+    run = PlannedRun(model_or_numel, chosen, StateSizes(*made_optimizer(optimizer)), device, groups)
     layout = run.layout(world_size if stage else 1)
     buffers = most_under_way(layout, chosen, run.on_host, micro_batches)
     everywhere = Held(parameters=run.frozen_bytes, bucket_buffers=buffers)

@@ -46,9 +46,10 @@ class PlannedRun:
         options: the options of the optimizer.
         states: tells the sizes of the states that the optimizer keeps.
         device: the type of the device; None: the device of the parameters, or "cuda" where they have none.
+        groups: the parameters of each of the optimizer's groups; None: those that it holds.
 
     Attributes:
-        shapes: the parameters. If the optimizer holds none of them, all that are trained are in its first group.
+        shapes: the parameters. If the groups hold none of them, all that are trained are in its first group.
         bucket_size: elements of a bucket.
         on_host: the parameters are on the host.
 
@@ -62,6 +63,7 @@ class PlannedRun:
         options: ZeroOptions,
         states: StateSizes,
         device: torch.device | str | None = None,
+        groups: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self.options, self.states = options, states
         named = [] if isinstance(model, (int, float)) else _named_parameters(model)
@@ -69,12 +71,16 @@ class PlannedRun:
             device = named[0][1].device if named and not named[0][1].is_meta else "cuda"
         self.on_host = torch.device(device).type == "cpu"
         self.bucket_size = options.communication.bucket_size or (HOST_BUCKET if self.on_host else DEVICE_BUCKET)
-        self.shapes = _cut(model, self.bucket_size, options) if isinstance(model, (int, float)) else self._shapes(named)
+        if isinstance(model, (int, float)):
+            self.shapes = _cut(model, self.bucket_size, options)
+        else:
+            self.shapes = self._shapes(named, groups)
 
-    def _shapes(self, named: Sequence[tuple[str, Tensor]]) -> list[Shape]:
+    def _shapes(self, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[Tensor]] | None) -> list[Shape]:
         """Return each parameter's name, shape, dtype and param group; None is the group of a frozen one."""
-        groups = self.states.optimizer.param_groups
-        group_of = {p: at for at, group in enumerate(groups) for p in group["params"]}
+        if groups is None:
+            groups = [group["params"] for group in self.states.optimizer.param_groups]
+        group_of = {p: at for at, members in enumerate(groups) for p in members}
         if group_of.keys().isdisjoint(p for _, p in named):
             group_of = {p: 0 for _, p in named}
         forced = self.options.forced_dtype

@@ -449,6 +449,19 @@ def test_groups_keep_what_their_settings_say() -> None:
     assert estimate([second], 1, 1, None, torch.optim.Adam([first], fused=True)).states == 84
 
 
+def test_a_sharded_optimizer_counts_by_its_groups() -> None:
+    def work(rank: int, world_size: int) -> tuple[Estimate, Estimate]:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))
+        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "momentum": 0.9}]
+        plain = torch.optim.SGD(groups, lr=0.1)
+        before = estimate(model, world_size, optimizer=plain)
+        return before, estimate(model, world_size, optimizer=LowLevelZeroOptimizer(plain, model=model))
+
+    for before, after in run_ranks(work, 2):
+        assert before.states
+        assert after == before
+
+
 def test_a_class_that_takes_matrices_alone() -> None:
     matrix = nn.Parameter(torch.zeros(40, 30))
     told = estimate([matrix], 2, 2, None, torch.optim.Muon)
