@@ -69,7 +69,10 @@ class PlannedRun:
         named = [] if isinstance(model, (int, float)) else _named_parameters(model)
         if device is None:
             device = named[0][1].device if named and not named[0][1].is_meta else "cuda"
-        self.on_host = torch.device(device).type == "cpu"
+        try:
+            self.on_host = torch.device(device).type == "cpu"
+        except RuntimeError as error:
+            raise ValueError(f"device: expected a type of device, as in cuda, got {device!r}") from error
         self.bucket_size = options.communication.bucket_size or (HOST_BUCKET if self.on_host else DEVICE_BUCKET)
         if isinstance(model, (int, float)):
             self.shapes = _cut(model, self.bucket_size, options)

@@ -35,6 +35,7 @@ stage = _quantity("0 (DDP), 1 or 2", {"": 1}, most=2, whole=True)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 elements = _quantity("a whole number of elements, at least 1, as in 7B", _UNITS, 1, whole=True)
 seconds = _quantity("seconds, as in 20us or 120ms", {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
-rate = _quantity("a rate, as in 1Gbit", {"bit": 1 / 8, "kbit": 125, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9})
+_RATES = {"bit": 1 / 8, "kbit": 125, "mbit": 125e3, "gbit": 125e6, "tbit": 125e9}
+rate = _quantity("a rate of at least 1bit, as in 1Gbit", _RATES, 1 / 8)
 per_second = _quantity("operations a second, as in 100T", {"": 1, "g": 1e9, "t": 1e12, "p": 1e15})
 share = _quantity("a share, as in 5%", {"": 1, "%": 0.01})

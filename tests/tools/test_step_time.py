@@ -163,7 +163,7 @@ def tiny() -> GPT:
 
 
 MISTAKES = {
-    "--link 100": "--link: expected a rate, as in 1Gbit, got '100'",
+    "--link 100": "--link: expected a rate of at least 1bit, as in 1Gbit, got '100'",
     "--link 1Gbit --latency 20": "--latency: expected seconds, as in 20us or 120ms, got '20'",
     "--link 1Gbit --flops many": "--flops: expected operations a second, as in 100T",
     "--link 1Gbit --straggling 5ms": "--straggling: expected a share, as in 5%, got '5ms'",
