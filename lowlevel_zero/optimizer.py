@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypeVar, overload
 
@@ -64,6 +64,17 @@ from .streams import streams_of
 T = TypeVar("T")
 
 _log = logging.getLogger("lowlevel_zero")
+
+
+@cache
+def _leave_to_python() -> None:
+    """Have ``torch.compile`` run this package's functions as they are, once a process.
+
+    Where it compiles a function that calls ``backward`` or ``step``, it would trace the exchange of the ranks.
+    """
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")  # which torch.optim has imported
+    if rules is not None:
+        rules.add(__name__.partition(".")[0])
 
 
 @with_meanings
@@ -184,6 +195,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None, writes_unused: bool) -> None:
         """Create the parts of a step over slices taken before, and register hooks and itself. Doesn't communicate."""
         super().__init__(optimizer)
+        _leave_to_python()
         self.model = model
         self.device = self.sharded_parameters.records[0].padded.device
         self.streams = streams_of([self.device])

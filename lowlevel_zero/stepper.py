@@ -17,6 +17,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
@@ -199,6 +200,7 @@ class Stepper:
         self._gate = StepGate()
         finalize(self, optim.register_step_pre_hook(self._gate).remove)
 
+    @_disable_dynamo  # which would compile the wrapped optimizer anew for each part
     def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
         """Step and gather all parameters that worked, part by part if the optimizer allows it. Communicates.
 

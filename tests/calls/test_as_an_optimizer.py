@@ -18,7 +18,9 @@ from tests.support.scripts import (
     Case,
     Together,
     adamw,
+    check,
     check_each,
+    data,
     loss_at,
     momentum,
     net,
@@ -132,6 +134,35 @@ def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests:
     for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
         with subtests.test(load_on):
             assert ran.values() == [[True] * 5] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+@pytest.mark.parametrize("way", ["optimizer.backward", "loss.backward", "backward_pass"])
+def test_a_training_step_may_be_compiled_whole(way: str) -> None:
+    def script(side: Alone) -> nn.Module:
+        model = net()
+        optimizer = side.wrap(momentum(model), model)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            if not isinstance(optimizer, LowLevelZeroOptimizer) or way == "loss.backward":
+                loss.backward()
+            elif way == "optimizer.backward":
+                optimizer.backward(loss)
+            else:
+                with optimizer.backward_pass(loss) as scaled:
+                    scaled.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        compiled = torch.compile(train_step, backend="eager")
+        for step in range(3):
+            compiled(data(step, 0))
+        return model
+
+    check(script)
 
 
 def test_gradients_that_are_views_of_one_buffer_become_zeros() -> None:
