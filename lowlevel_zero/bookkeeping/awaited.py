@@ -56,12 +56,14 @@ class AwaitedParameter(nn.Parameter):
     ) -> Any:
         """Wait for the parameters that ``func`` will read, and call it."""
         kwargs = kwargs or {}
-        if func not in _HARMLESS:
-            for p in list(_awaited_in([args, kwargs])):
-                wait_for(p)
+        awaited = [] if func in _HARMLESS else list(_awaited_in([args, kwargs]))
+        for p in awaited:
+            wait_for(p)
+        if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            return nn.Parameter(args[0])  # for a class of tensors it wants detach to return that class
+        if awaited:  # parameters are ordinary by now, and other arguments may be of a class of their own
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-                return nn.Parameter(args[0])  # for a class of tensors it wants detach to return that class
             return func(*args, **kwargs)
 
     def as_subclass(self, cls: type[_Tensor]) -> _Tensor:

@@ -127,6 +127,23 @@ def test_looking_at_a_parameter_waits_for_nothing() -> None:
     run_ranks(work, 2)
 
 
+class Tagged(Tensor):
+    """A tensor whose class its results have, too."""
+
+
+def test_what_is_made_of_a_tensor_of_another_class_has_that_class() -> None:
+    def work(_rank: int, _size: int) -> tuple[bool, type, type]:
+        model = nn.Linear(3, 3)
+        optimizer = sharded(model)
+        optimizer.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        awaited = type(model.weight) is AwaitedParameter
+        x = torch.ones(2, 3).as_subclass(Tagged)
+        return awaited, type(model(x)), type(model(x))
+
+    assert run_ranks(work, 2, timeout=30) == [(True, Tagged, Tagged)] * 2
+
+
 def test_a_parameter_waits_for_its_own_bucket_alone() -> None:
     def work(_rank: int, _size: int) -> None:
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
