@@ -104,7 +104,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
             yield
 
     @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Reduce the gradients of ``model`` in the body's backwards, though they are run within ``no_sync``."""
         states = [optimizer.step_state for optimizer in self._of(model)]
         before = [state.syncs for state in states]
