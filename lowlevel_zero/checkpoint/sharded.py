@@ -82,7 +82,10 @@ class Sharded(Stateful):
             own = base64.b64encode(packed(settings, "the optimizer's settings")).decode()
             self._own = f"{_MARK}{own}"
             groups[0]["params"].append(self._own)
-            return {"state": {**sharded.tensors(), **sharded.room()}, "param_groups": groups}
+            state = sharded.tensors()
+            for name, room in sharded.room().items():  # beside a master, which may be there already
+                state[name] = {**room, **state.get(name, {})}
+            return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -175,7 +175,8 @@ class ShardedState:
 
     def room(self) -> States:
         """Return zeros for the states that a step will make for parameters without state, if a probe can tell."""
-        new = {name: record for name, record in self._records.items() if not (self.present[name] or self._others[name])}
+        has_state = {name for name in self._records if {*self.present[name], *self._others[name]} - {MASTER}}
+        new = {name: record for name, record in self._records.items() if name not in has_state}
         try:
             first = {sample: states_of_shape(self._optim, sample) for sample in {*map(_sample_shape, new.values())}}
         except NoProbe:

@@ -116,7 +116,7 @@ class Guard:
                 self.edited.append(record)
                 if p.requires_grad or record.worked:
                     record.check_kind()
-            if record.p32._version != record.slice_version:
+            if record.p32._version != record.slice_version and not record.is_empty:
                 raise RuntimeError(
                     f"{record.name}: expected its slice in param_groups to be written by the wrapped optimizer's step "
                     "alone, found a write by other code, which the model hasn't seen: write the model's parameters "

@@ -13,6 +13,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded
+from lowlevel_zero.deepspeed import safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.support.checkpoints import BEFORE, Training, differences
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
@@ -140,3 +141,38 @@ def test_a_refused_load_has_read_nothing_into_the_states(tmp_path: Path) -> None
         assert all(map(torch.equal, before, after))
 
     run_ranks(live, 2)
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["saved before a layer's first step", "loaded before any step"])
+def test_a_master_that_was_set_leaves_room_for_states(idle: bool, tmp_path: Path) -> None:
+    def made() -> tuple[nn.ModuleDict, LowLevelZeroOptimizer]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)}).bfloat16()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, LowLevelZeroOptimizer(sgd, model=model)
+
+    def set_masters(model: nn.Module) -> None:
+        for p in model.parameters():
+            safe_set_full_fp32_param(p, p.detach().float() + 1e-4)
+
+    def train(rank: int, world_size: int) -> bool:
+        model, optimizer = made()
+        if idle:
+            set_masters(model)
+        for _ in range(2):
+            x = model["used"](torch.ones(2, 3).bfloat16())
+            optimizer.backward((x if idle else model["idle"](x)).float().square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = safe_get_full_optimizer_state(model["used"].weight, "momentum_buffer")
+        dcp.save({"model": model.state_dict(), "optimizer": Sharded(optimizer)}, checkpoint_id=tmp_path)
+        other, fresh = made()
+        if not idle:
+            set_masters(other)
+        dcp.load({"model": other.state_dict(), "optimizer": Sharded(fresh)}, checkpoint_id=tmp_path)
+        loaded = safe_get_full_optimizer_state(other["used"].weight, "momentum_buffer")
+        assert saved is not None
+        assert loaded is not None
+        return torch.equal(saved, loaded)
+
+    assert run_ranks(train, 2, timeout=30) == [True, True]

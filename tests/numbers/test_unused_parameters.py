@@ -222,3 +222,25 @@ def test_a_loss_that_is_a_parameter_and_one_that_is_nothing() -> None:
     model = nn.Module()
     model.scale = nn.Parameter(torch.tensor(2.0))
     assert reached(model, (model.scale, None), (torch.zeros(()), None)) == [{"scale"}, set()]
+
+
+def test_an_empty_parameter_may_be_written_by_a_class_that_writes_all_parameters() -> None:
+    class Decaying(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.mul_(0.99)
+
+    def train(rank: int, world_size: int) -> float:
+        model = nn.Linear(3, 3)
+        model.empty = nn.Parameter(torch.zeros(0, 3))
+        optimizer = LowLevelZeroOptimizer(Decaying(model.parameters(), lr=0.1), model=model)
+        for _ in range(3):
+            optimizer.backward(0.0 * model(torch.ones(2, 3)).sum())
+            before = model.weight.detach().clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (model.weight.detach() - 0.99 * before).abs().max().item()
+
+    assert max(run_ranks(train, 2, timeout=30)) < 1e-6
