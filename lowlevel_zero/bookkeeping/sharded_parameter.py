@@ -171,7 +171,7 @@ class ShardedParameter:
         self.shares_storage = own is self.row
         # ``data`` has a count of writes of its own: a gather into the row isn't one of ``p32``'s.
         self.p32 = self.split.shaped(own.data, self.p).requires_grad_()
-        self.p32.__dict__ = vars(self.p)
+        self.p32.__dict__ = self.p.__dict__
         self.note_version()
         self.note_slice()
 

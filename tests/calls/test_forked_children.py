@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,8 @@ def test_a_parameter_that_is_being_gathered_is_not_read_in_the_child() -> None:
                 torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap_allgather=True
             )
             optimizer.backward(loss_of(model, rank, 0))
+            if rank == 1:
+                time.sleep(0.3)  # the other rank's gathers are still under way when it forks
             optimizer.step()
             if forks and rank == 0:
                 reads = [lambda model=model: model[0].weight.sum(), optimizer.finish_gathers]

@@ -423,7 +423,8 @@ class Rank:
     def write(self, entry: Entry) -> None:
         p = self.nets[entry.call.of][entry.call.at]
         if assigns_weights(self.program):
-            p.data = p.data * entry.call.amount
+            new = p.data * entry.call.amount
+            p.data = _of_other_strides(new) if self.program.schedule % 2 else new
         else:
             p.mul_(entry.call.amount)
 
@@ -518,6 +519,13 @@ _DO: dict[str, Callable[[Rank, Entry], None]] = {
     "last norm": Rank.last_norm,
     "repair": Rank.repair,
 }
+
+
+def _of_other_strides(tensor: Tensor) -> Tensor:
+    """The same values in memory of another order, as after ``model.to(memory_format=...)``."""
+    if tensor.dim() != 2:
+        return tensor
+    return tensor.t().contiguous().t() if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _is_sharded(gradient: Tensor | None) -> bool:
