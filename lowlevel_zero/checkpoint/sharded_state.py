@@ -181,11 +181,14 @@ class ShardedState:
             first = {sample: states_of_shape(self._optim, sample) for sample in {*map(_sample_shape, new.values())}}
         except NoProbe:
             return {}
-        return {
-            name: {key: self._room(key, each, expected, record) for key, each in expected.items()}
-            for name, record in new.items()
-            if (expected := _expected(first[_sample_shape(record)][record.group], record))
-        }
+        found: States = {}
+        for name, record in new.items():
+            sample = first[_sample_shape(record)][record.group]
+            for key, each in (expected := _expected(sample, record)).items():
+                is_number = record.split.owner is None and key in sample and sample[key].dim() == 0
+                room = torch.zeros((), dtype=each.dtype) if is_number else self._room(key, each, expected, record)
+                found.setdefault(name, {})[key] = room
+        return found
 
     def settings(self) -> State:
         """Return the part of the state that isn't in ``tensors``: class, param groups, loss scale, bucket plans."""

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor  # here once, not in every forked rank
 from safetensors.torch import load_file
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
 from lowlevel_zero.layout import layout_of
 from tests.support.checkpoints import differences
 from tests.support.ranks import run_ranks
@@ -358,3 +359,35 @@ def test_slices_in_a_dict_go_to_another_number_of_ranks(tmp_path: Path) -> None:
     assert after_two["state"][0]["momenta"]["fast"].unique().tolist() == [1.5]
     for resumed in (run_ranks(work, 2, 1)[1], run_ranks(work, 2, 1, after_one)[1]):
         assert not differences(after_two["state"], resumed["state"])
+
+
+class Counted(torch.optim.SGD):
+    """Counts the steps of each parameter, and divides by the count."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                count = self.state[p].setdefault("count", torch.ones(()))
+                p.sub_(p.grad, alpha=0.1 / count.item())
+                count.add_(1)
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_a_number_of_a_0_d_parameter_is_loaded_on_ranks_without_it_too(tmp_path: Path, by_torch: bool) -> None:
+    def work(rank: int, world_size: int) -> list[float]:
+        model, other = nn.Module(), nn.Module()
+        model.scale, other.scale = (nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+        first = LowLevelZeroOptimizer(Counted([model.scale]), model=model)
+        second = LowLevelZeroOptimizer(Counted([other.scale]), model=other)
+        first.backward(model.scale * 2)
+        first.step()
+        if by_torch:
+            dcp.save({"optimizer": Sharded(first)}, checkpoint_id=tmp_path / "step")
+            dcp.load({"optimizer": Sharded(second)}, checkpoint_id=tmp_path / "step")
+        else:
+            save_checkpoint(tmp_path / "step", model, first)
+            load_checkpoint(tmp_path / "step", other, second)
+        return [state["count"].item() for state in second.state.values()]
+
+    assert run_ranks(work, 2) == [[2], [2]]
