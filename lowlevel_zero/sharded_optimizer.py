@@ -70,7 +70,10 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, optim: Optimizer) -> None:
         # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
+        known = "differentiable" in optim.defaults
         super().__setstate__({"optim": optim})
+        if not known:  # which it sets, as in a pickle of an older torch
+            del optim.defaults["differentiable"]
         # Of the instance, not of the class, so that a retired optimizer has none of them.
         self.mode, self.runs, self.serial, self._norm, self._switched = None, (), 0, None, None
 

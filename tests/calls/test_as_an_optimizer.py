@@ -25,6 +25,7 @@ from tests.support.scripts import (
     momentum,
     net,
 )
+from tests.support.strangers import AdamByHand
 
 
 def test_a_closure_is_run_with_gradients_and_its_loss_returned(subtests: pytest.Subtests) -> None:
@@ -134,6 +135,19 @@ def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests:
     for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
         with subtests.test(load_on):
             assert ran.values() == [[True] * 5] * 2
+
+
+def test_the_defaults_of_an_optimizer_that_is_not_torch_s_stay_as_they_are() -> None:
+    """Groups that are added later have what its class gives them."""
+
+    def wrap(rank: int, world_size: int) -> tuple[dict[str, object], dict[str, object]]:
+        inner = AdamByHand(net().parameters())
+        before = dict(inner.defaults)
+        LowLevelZeroOptimizer(inner)
+        return before, dict(inner.defaults)
+
+    for before, after in run_ranks(wrap, 2, timeout=30):
+        assert before == after
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
