@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import follow_edits
 from ..communication.agreement import Call
 from ..sharded_group import ShardedGroup
+from .owned_step import OwnedStep
 
 
 @torch.no_grad()
 def switch(
     optim: Optimizer,
+    parameters: ParameterStore,
     groups: Sequence[ShardedGroup],
     agree: Callable[[Call, Callable[[ShardedGroup, Call], object]], None],
     call: Call,
@@ -30,41 +32,42 @@ def switch(
 
     Args:
         optim: the wrapped optimizer.
-        groups: the parameters whose slices it steps.
+        parameters: the records of its slices.
+        groups: the same by shard group.
         agree: has the ranks agree on the call in each of ``groups``.
         call: the call on this rank, named like the method of ``optim`` that switches.
         back: the method that switches back, if other ranks couldn't follow.
         again: whether the optimizer was switched to the same mode before.
     """
     if call.error is None:
-        follow_edits(chain.from_iterable(each.records for each in groups))
-        before = list(_traces(optim, groups))
-        _switch(optim, call.name, groups)
-        whole = any(record.split.owner is not None for each in groups for record in each.records)
-        if again and not whole and before == list(_traces(optim, groups)):  # others don't see what one rank owns
+        follow_edits(parameters)
+        before = list(_traces(optim, parameters))
+        _switch(optim, call.name, parameters)
+        whole = any(record.split.owner is not None for record in parameters)
+        if again and not whole and before == list(_traces(optim, parameters)):  # others don't see what one rank owns
             return
     try:
         agree(call, lambda each, call: each.reducer.agree_on_syncs(call))
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
         if call.error is None:
-            _switch(optim, back, groups)
+            _switch(optim, back, parameters)
         raise
     for each in groups:
         each.gathers.gather(each.records)
 
 
-def _switch(optim: Optimizer, name: str, groups: Iterable[ShardedGroup]) -> None:
-    """Call the wrapped optimizer's method ``name``, which may write slices."""
-    getattr(optim, name)()
-    for record in chain.from_iterable(each.records for each in groups):
+def _switch(optim: Optimizer, name: str, parameters: ParameterStore) -> None:
+    """Call the wrapped optimizer's method ``name`` for what this rank owns; it may write slices."""
+    OwnedStep(optim, parameters)(name)
+    for record in parameters:
         record.note_slice()
 
 
-def _traces(optim: Optimizer, groups: Sequence[ShardedGroup]) -> Iterator[Any]:
+def _traces(optim: Optimizer, parameters: ParameterStore) -> Iterator[Any]:
     """Yield versions of slices, settings and plain attributes, by which a switch of modes can be seen.
 
     A class that writes through ``p.data`` changes no version, but has to note its mode somewhere.
     """
-    yield [record.p32._version for each in groups for record in each.records]
+    yield [record.p32._version for record in parameters]
     for settings in (vars(optim), *optim.param_groups):
         yield {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, str))}

@@ -33,8 +33,11 @@ class OwnedStep:
         self._parameters = parameters
         self._needs_a_parameter: bool | None = None  # None: no group was empty so far
 
-    def __call__(self) -> None:
-        """Step the wrapped optimizer with only this rank's own slices in its groups. Doesn't communicate."""
+    def __call__(self, method: str = "step") -> None:
+        """Call a method of the wrapped optimizer with only this rank's own slices in its groups. Doesn't communicate.
+
+        Nothing stands in for parameters unless it is ``step``.
+        """
         groups: list[dict[str, Any]] = self._optim.param_groups
         others = {record.p32: record for record in self._parameters if not record.owns_some}
         whole = [{key: group[key] for key in ("params", _NAMES) if key in group} for group in groups]
@@ -42,8 +45,8 @@ class OwnedStep:
         try:
             if others or self._parameters.frozen:
                 for group, members in zip(groups, self._parameters.groups, strict=True):
-                    stand_ins += self._leave_own(group, members, others)
-            self._optim.step()
+                    stand_ins += self._leave_own(group, members, others, method)
+            getattr(self._optim, method)()
         finally:
             for group, held in zip(groups, whole, strict=True):
                 group.update(held)
@@ -51,13 +54,13 @@ class OwnedStep:
                 self._optim.state.pop(each, None)
 
     def _leave_own(
-        self, group: dict[str, Any], members: Sequence[Tensor], others: Mapping[Tensor, ShardedParameter]
+        self, group: dict[str, Any], members: Sequence[Tensor], others: Mapping[Tensor, ShardedParameter], method: str
     ) -> list[Tensor]:
         """Leave this rank's own slices in a group that the caller made of ``members``; return what stands in."""
         held = group["params"]
         group["params"] = [p32 for p32 in held if p32 not in others]
         stand_ins: dict[Tensor, Tensor] = {}
-        if held and not group["params"] and self._fails_on_nothing():
+        if held and not group["params"] and method == "step" and self._fails_on_nothing():
             smallest = min((others[p32] for p32 in held), key=lambda record: record.split.numel)
             stand_ins = {smallest.p: _stand_in(smallest)}
             group["params"] = [*stand_ins.values()]

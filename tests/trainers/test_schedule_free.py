@@ -187,6 +187,34 @@ def test_classes_that_write_through_data_leave_equal_ranks(which: str, subtests:
                 check_close(value, [got[at] for got in ran.values()], 2e-6)
 
 
+class NormalisedAveraging(Averaging):
+    """The same of normalised gradients, which one rank owns whole; it takes for granted that all have states."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.div_(p.grad.norm() + 1e-6)
+        super().step()
+
+    def eval(self) -> None:
+        assert all("mean" in self.state[p] for p in self.param_groups[0]["params"])
+        super().eval()
+
+
+def test_a_rank_switches_the_parameters_that_it_owns() -> None:
+    def make(params: Any) -> Optimizer:
+        return NormalisedAveraging(params, lr=0.1)
+
+    def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(make(model.parameters()), model=model)
+        return train(model, optimizer, lambda step: optimizer.backward(loss_of(model, step, rank)), range(4))
+
+    expected, ran = alone(make, 2, range(4)), run_ranks(work, 2, timeout=30)
+    for at, value in enumerate(expected):
+        check_close(value, [got[at] for got in ran], 2e-6)
+
+
 def test_modes_are_there_where_the_wrapped_optimizer_has_them() -> None:
     def work(rank: int, world_size: int) -> None:
         model = net()
