@@ -241,7 +241,8 @@ class ShardedOptimizer(Optimizer):
 
     def _switch(self, mode: str, back: str) -> None:
         call, again = self.calls.enter(mode), self.mode == mode and self._switched is self.optim.state
-        switch(self.optim, self.sharded_parameters, self.sharded_groups, self.calls.agree, call, back, again)
+        parameters, agree, failure = self.sharded_parameters, self.calls.agree, self.step_state.failure
+        switch(self.optim, parameters, self.sharded_groups, agree, call, back, again, failure)
         self.mode, self._switched = mode, self.optim.state
 
     # ---- for the rooms above, beside the attributes ----

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import follow_edits
+from ..bookkeeping.step_state import Damage, Failure
 from ..communication.agreement import Call
 from ..sharded_group import ShardedGroup
 from .owned_step import OwnedStep
@@ -24,6 +25,7 @@ def switch(
     call: Call,
     back: str,
     again: bool,
+    failure: Failure,
 ) -> None:
     """Call the wrapped optimizer's ``train`` or ``eval``, and gather its slices, unless a repeated call changes none.
 
@@ -38,29 +40,40 @@ def switch(
         call: the call on this rank, named like the method of ``optim`` that switches.
         back: the method that switches back, if other ranks couldn't follow.
         again: whether the optimizer was switched to the same mode before.
+        failure: is told of an error that leaves slices between the modes.
     """
     if call.error is None:
         follow_edits(parameters)
         before = list(_traces(optim, parameters))
-        _switch(optim, call.name, parameters)
-        whole = any(record.split.owner is not None for record in parameters)
-        if again and not whole and before == list(_traces(optim, parameters)):  # others don't see what one rank owns
-            return
+        try:
+            _switch(optim, call.name, parameters)
+        except Exception as error:  # of whatever kind: others would wait for the agreement
+            call = call._replace(error=error)
+        changes = before != list(_traces(optim, parameters))
+        if call.error is not None:
+            if changes:
+                failure.note(call.error, Damage.PARAMETERS)
+        elif again and not changes and all(record.split.owner is None for record in parameters):
+            return  # (others don't see what changes of a parameter that one rank owns)
     try:
         agree(call, lambda each, call: each.reducer.agree_on_syncs(call))
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
         if call.error is None:
             _switch(optim, back, parameters)
         raise
+    finally:
+        del call  # the traceback of its error holds this frame
     for each in groups:
         each.gathers.gather(each.records)
 
 
 def _switch(optim: Optimizer, name: str, parameters: ParameterStore) -> None:
     """Call the wrapped optimizer's method ``name`` for what this rank owns; it may write slices."""
-    OwnedStep(optim, parameters)(name)
-    for record in parameters:
-        record.note_slice()
+    try:
+        OwnedStep(optim, parameters)(name)
+    finally:
+        for record in parameters:
+            record.note_slice()
 
 
 def _traces(optim: Optimizer, parameters: ParameterStore) -> Iterator[Any]:

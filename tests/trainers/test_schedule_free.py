@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from schedulefree import AdamWScheduleFree, AdamWScheduleFreePaper, RAdamScheduleFree, SGDScheduleFree
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -213,6 +214,46 @@ def test_a_rank_switches_the_parameters_that_it_owns() -> None:
     expected, ran = alone(make, 2, range(4)), run_ranks(work, 2, timeout=30)
     for at, value in enumerate(expected):
         check_close(value, [got[at] for got in ran], 2e-6)
+
+
+class EvaluatesInVain(Averaging):
+    """Negates parameters to evaluate them, but fails on rank 1 after some."""
+
+    after = 0
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for at, p in enumerate(self.param_groups[0]["params"]):
+            if at == self.after and dist.get_rank() == 1:
+                raise MemoryError("no memory to evaluate")
+            p.neg_()
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.neg_()
+
+
+def test_an_error_of_one_rank_is_raised_by_all() -> None:
+    def work(rank: int, world_size: int, after: int) -> None:
+        model = net()
+        inner = EvaluatesInVain(model.parameters(), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(inner, model=model)
+        optimizer.backward(loss_of(model, 0, rank))
+        before, inner.after = [p32.detach().clone() for p32 in optimizer.param_groups[0]["params"]], after
+        with pytest.raises(MemoryError if rank == 1 else RuntimeError, match="no memory to evaluate"):
+            optimizer.eval()
+        if rank == 0 or not after:
+            assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+        if after:
+            with pytest.raises(RuntimeError, match="undefined: load a checkpoint"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            optimizer.verify()
+
+    for _, ran in run_cases(work, 2, [(0,), (1,)], timeout=30):
+        ran.values()
 
 
 def test_modes_are_there_where_the_wrapped_optimizer_has_them() -> None:
