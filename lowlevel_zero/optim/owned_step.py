@@ -20,8 +20,8 @@ class OwnedStep:
     """Steps the wrapped optimizer while its param groups hold only the parameters that this rank owns.
 
     Names that a group has of its parameters become those of what it holds then. Some classes fail on a param group that
-    is empty. They are given a small parameter in it, which is dropped afterwards with its state, so that a group's
-    settings change as on the other ranks.
+    is empty, as where its parameters are frozen or other ranks own them. They are given a small parameter in it, which
+    is dropped afterwards with its state, so that a group's settings change as on the other ranks.
 
     Args:
         optim: the wrapped optimizer.
@@ -60,9 +60,9 @@ class OwnedStep:
         held = group["params"]
         group["params"] = [p32 for p32 in held if p32 not in others]
         stand_ins: dict[Tensor, Tensor] = {}
-        if held and not group["params"] and method == "step" and self._fails_on_nothing():
-            smallest = min((others[p32] for p32 in held), key=lambda record: record.split.numel)
-            stand_ins = {smallest.p: _stand_in(smallest)}
+        if members and not group["params"] and method == "step" and self._fails_on_nothing():
+            smallest = min((others[p32].p for p32 in held) if held else members, key=Tensor.numel)
+            stand_ins = {smallest: self._stand_in(smallest)}
             group["params"] = [*stand_ins.values()]
         if _NAMES in group and len(group[_NAMES]) == len(members):
             slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_ins
@@ -75,9 +75,10 @@ class OwnedStep:
             self._needs_a_parameter = needs_a_parameter(self._optim)
         return self._needs_a_parameter
 
-
-def _stand_in(record: ShardedParameter) -> Tensor:
-    """Return a parameter of the record's shape with a gradient; it keeps a param group from being empty."""
-    own = torch.nn.Parameter(record.p32.new_ones(record.p.shape))
-    own.grad = torch.linspace(1, 2, own.numel(), dtype=own.dtype, device=own.device).view(own.shape)
-    return own
+    def _stand_in(self, p: Tensor) -> Tensor:
+        """Return a parameter of ``p``'s shape, with a gradient unless ``p`` is frozen, which keeps a group filled."""
+        record = self._parameters.find(p)
+        own = torch.nn.Parameter((p if record is None else record.p32).new_ones(p.shape))
+        if record is not None:
+            own.grad = torch.linspace(1, 2, own.numel(), dtype=own.dtype, device=own.device).view(own.shape)
+        return own

@@ -474,6 +474,31 @@ def test_a_class_that_fails_on_an_empty_group_is_given_a_parameter_in_it() -> No
     assert sum(size > 0 for size in found.states) <= 3
 
 
+class OnTheFirstDevice(torch.optim.SGD):
+    """Looks at the device of each group's first parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate = torch.tensor(group["lr"], device=group["params"][0].device)
+            for p in (each for each in group["params"] if each.grad is not None):
+                p.sub_(rate * p.grad)
+
+
+def test_a_frozen_group_isn_t_empty_for_a_class_that_fails_on_that() -> None:
+    def make(model: Any) -> torch.optim.Optimizer:
+        model[0].requires_grad_(False)
+        return OnTheFirstDevice([{"params": list(layer.parameters())} for layer in model], lr=0.1)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 4))
+
+    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
+        return model(torch.full((1, 5), float(rank + step))).sin().sum()
+
+    assert assert_trains_alike(make, model, tolerance=0, loss=loss).splits == ("elements",) * 2
+
+
 @pytest.mark.parametrize("chosen", [{}, {"clip_grad_norm": 1e6}], ids=["", "clipped"])
 def test_steps_without_any_gradient_count(chosen: dict[str, Any]) -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
