@@ -124,7 +124,9 @@ def choose_splits(
 
     A group's own key ``"split"`` comes first, then what is ``chosen`` for all, then what is known of the class or shown
     by a probe. Others of the class step small fresh parameters in it. ``optimizer``, its parameters, state, options and
-    hooks stay as they are, and so do random number generators. The same optimizer gets the same answer on every rank.
+    hooks stay as they are, and so do random number generators. What the class counts for all of its instances goes on:
+    taking back numbers that it has given away could mix instances up. The same optimizer gets the same answer on every
+    rank.
 
     Args:
         optimizer: the optimizer.

@@ -10,6 +10,7 @@ import copy
 import inspect
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as _torch_optimizer
 
 Options: TypeAlias = dict[str, Any]
 
@@ -301,9 +303,14 @@ def undisturbed() -> Iterator[None]:
     """Run the body without effect on random number generators, and turn its exceptions into ``NoProbe``.
 
     Whatever another's class raises in it is a ``NoProbe``. Steps that their class compiles, which takes minutes, run as
-    they are written; torch before 2.6 compiles them.
+    they are written; torch before 2.6 compiles them. The program's hooks on the steps of all optimizers don't run.
     """
-    python_state = random.getstate()
+    python_state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    hooks: list[Any] = [_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
     stance = getattr(torch.compiler, "set_stance", lambda _: nullcontext())
     try:
         with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"):
@@ -315,3 +322,7 @@ def undisturbed() -> Iterator[None]:
         raise NoProbe(f"{type(error).__name__}: {error}") from error
     finally:
         random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        for each, own in zip(hooks, kept, strict=True):
+            each.update(own)

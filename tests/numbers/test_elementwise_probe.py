@@ -8,14 +8,22 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lowlevel_zero.optim.splits import choose_splits
 from tests.support.strangers import (
     AdamByHand,
     Noisy,
+    NoisyInNumpy,
     NoisyInPython,
     OrthogonalMatrices,
     ScaledByNorms,
@@ -261,15 +269,29 @@ def test_nothing_of_the_optimizer_changes(cls: type[Optimizer]) -> None:
     assert all(a[key] is b[key] for a, b in zip(optimizer.param_groups, groups, strict=True) for key in b)
 
 
-@pytest.mark.parametrize("cls", [AdamByHand, Noisy, NoisyInPython])
+@pytest.mark.parametrize("cls", [AdamByHand, Noisy, NoisyInPython, NoisyInNumpy])
 def test_random_numbers_go_on(cls: type[Stranger]) -> None:
-    optimizer, before = cls(matrix()), (torch.get_rng_state(), random.getstate())
+    optimizer, before = cls(matrix()), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1:3])
     try:
         check_elementwise(optimizer)
     except TypeError:
         assert cls is not AdamByHand
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
+    assert str(np.random.get_state()[1:3]) == str(before[2])
+
+
+def test_hooks_of_all_optimizers_do_not_run() -> None:
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: pytest.fail("the hook ran")),
+        register_optimizer_step_post_hook(lambda *_: pytest.fail("the hook ran")),
+    ]
+    try:
+        check_elementwise(AdamByHand(matrix()))
+        assert len(_global_optimizer_pre_hooks) == len(_global_optimizer_post_hooks) == 1
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def test_the_model_is_not_copied() -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -85,3 +86,8 @@ class Noisy(Stranger):
 class NoisyInPython(Stranger):
     def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
         return g * random.random()
+
+
+class NoisyInNumpy(Stranger):
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        return g * np.random.rand()
