@@ -125,7 +125,8 @@ class Contents:
         self.extra_states = {name: module.get_extra_state() for name, module in self._stateful.items()}
         self._number_of = {name: entry.shard_group for name, entry in self.entries.items()}
         self._number_of |= {alias: self._number_of[name] for alias, name in self.tied.items()}
-        self._number_of |= {name: _number_of(module, number_of) for name, module in self._stateful.items()}
+        of_modules = _numbers_of_modules(model, number_of)
+        self._number_of |= {name: of_modules[module] for name, module in self._stateful.items()}
 
     def _enter(self, model: nn.Module) -> dict[Tensor, int]:
         """Fill ``entries`` and ``tied``, and return the number of each tensor's shard group."""
@@ -368,10 +369,16 @@ def _stateful(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _number_of(module: nn.Module, numbers: Mapping[Tensor, int]) -> int:
-    """Return the number of the shard group that all tensors of a module belong to; 0 if they belong to several."""
-    own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())}
-    return own.pop() if len(own) == 1 else 0
+def _numbers_of_modules(module: nn.Module, numbers: Mapping[Tensor, int], around: int = 0) -> dict[nn.Module, int]:
+    """Return the numbers of the shard groups that the tensors of a module, and of those in it, belong to.
+
+    It is 0 if a module's tensors belong to several; one without tensors has the number of the module ``around`` it.
+    """
+    own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())} or {around}
+    found = {module: own.pop() if len(own) == 1 else 0}
+    for child in module.children():
+        found = _numbers_of_modules(child, numbers, found[module]) | found
+    return found
 
 
 def _ahead(items: Iterable[T], count: int) -> Iterator[T]:

@@ -19,7 +19,7 @@ from ..communication.grid import shard_group
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.settings import described
 from ..diagnostics.stall_report import seconds_of, watch
-from ..experts.assignment import Assignment, assign, make_groups
+from ..experts.assignment import Assignment, assign, dtypes_in_common, make_groups
 from ..optim.quantised import slice_multiple
 from ..optim.splits import check_and_choose, may_write_unused
 from ..options import ZeroOptions
@@ -151,7 +151,7 @@ def add_group(
         shard_group_of = parameters.shard_group_of
         lines = [list(describe(optimizer, names, choices, None, shard_group_of, at, known_groups)) for at in numbers]
         writes_unused = may_write_unused(optimizer)
-        agreed += [*lines[0], _told_of_unused(writes_unused)]
+        agreed += [*lines[0], _told_of_unused(writes_unused), dtypes_in_common([*known, *new], options)]
     if len(numbers) > 1:
         agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
     return names, choices, writes_unused

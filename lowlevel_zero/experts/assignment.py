@@ -42,10 +42,18 @@ class Assignment(NamedTuple):
 
     def in_common(self, parameters: Iterable[Tensor], options: ZeroOptions) -> list[str]:
         """Return lines that must be alike on all ranks even if they have different experts."""
-        dtypes = {options.forced_dtype or p.dtype for p in parameters if p.requires_grad}
-        present = {dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}
         count = len(self.groups)
-        return [f"{count} groups in {_KEYWORD} beside the data-parallel one, dtypes {present}"] if count else []
+        groups = f"{count} groups in {_KEYWORD} beside the data-parallel one"
+        return [f"{groups}, {dtypes_in_common(parameters, options)}"] if count else []
+
+
+def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
+    """Return a line about the dtypes of trained parameters, which all ranks need even if they have different experts.
+
+    Losses are scaled if there are fp16 parameters, and norms are in fp64 if one is.
+    """
+    dtypes = {options.forced_dtype or p.dtype for p in parameters if p.requires_grad}
+    return f"dtypes { ({dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}) }"
 
 
 NOTHING_APART = Assignment((), {})

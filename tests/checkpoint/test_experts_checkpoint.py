@@ -286,12 +286,27 @@ def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-2"
 
 
+class Tally(nn.Module):
+    """A module that has a state of its own, and no tensors."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
 class Counting(nn.Linear):
     """A module with a state of its own, and one weight under two names."""
 
     def __init__(self, count: int) -> None:
         super().__init__(3, 3)
         self.count = count
+        self.tally = Tally(count)
         self.twin = self.weight
         self.register_buffer("seen", torch.tensor([float(count)] * 3))
 
@@ -317,9 +332,10 @@ def test_what_modules_keep_themselves_buffers_and_tied_weights_are_each_ranks_ow
         again, other = counting(rank, 0, told)
         load_checkpoint(tmp_path / "it", again, other)
         assert torch.equal(again["expert"].weight, model["expert"].weight)
-        return [again["shared"].count, again["expert"].count, again["expert"].seen.tolist()]
+        shared, expert = again["shared"], again["expert"]
+        return [shared.count, shared.tally.count, expert.count, expert.tally.count, expert.seen.tolist()]
 
-    assert run_ranks(rank, 2) == [[5, 5, [5.0] * 3], [5, 6, [6.0] * 3]]
+    assert run_ranks(rank, 2) == [[5, 5, 5, 5, [5.0] * 3], [5, 5, 6, 6, [6.0] * 3]]
 
 
 @pytest.mark.parametrize("call", ["state_dict", "Sharded"])

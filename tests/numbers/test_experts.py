@@ -270,3 +270,20 @@ def test_lists_without_parameters_change_nothing() -> None:
         return len(list(optimizer.sharded_groups))
 
     assert run_ranks(rank, 2) == [1, 1]
+
+
+def test_experts_of_another_dtype_on_one_rank_are_refused_when_they_are_added() -> None:
+    def work(rank: int, world_size: int) -> None:
+        group = [dist.new_group([each]) for each in range(world_size)][rank]
+        model = nn.ModuleDict({"dense": nn.Linear(3, 3), "late": nn.Linear(3, 3).requires_grad_(False)})
+        model["late"].to(torch.float64 if rank == 0 else torch.float32)
+        sgd = torch.optim.SGD(model["dense"].parameters(), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(sgd, {group: list(model["late"].parameters())}, model=model)
+        model["late"].requires_grad_(True)
+        with pytest.raises(ValueError, match="expected the same model.*dtypes"):
+            optimizer.add_param_group({"params": list(model["late"].parameters())})
+        model["late"].requires_grad_(False)
+        optimizer.backward(model["dense"](torch.ones(2, 3)).sum())
+        optimizer.step()
+
+    run_ranks(work, 2, timeout=30)
