@@ -455,7 +455,10 @@ class Reducer:
         """
         if self._running:
             self._running.clear()
-            self._state.failure.note(RuntimeError("a loss.backward() has ended by an error"), Damage.GRADIENTS)
+            error = RuntimeError(
+                "expected a backward's gradients, but loss.backward() has ended by an error: look at what it raised"
+            )
+            self._state.failure.note(error, Damage.GRADIENTS)
         call = call._replace(error=call.error or self._state.failure.refusal(call.name, completes))
         try:
             was_open = self._buckets.is_open

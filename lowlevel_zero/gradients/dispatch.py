@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -26,6 +28,8 @@ from .operations import (
     written_arguments,
 )
 from .sharded_gradient import ShardedGradient, Wholes
+
+_SHOWN = 4  # numbers of a list in a message
 
 
 def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
@@ -198,10 +202,14 @@ def _edit_text(func: Any, args: Args, kwargs: Keywords) -> str:
     Three digits are enough to tell ranks whose numbers differ, as of ``max_norm``, and let them differ by rounding.
     Numbers that a rank writes to its slice, by ``p32.grad``, may differ.
     """
-    numbers = (number for each in (*args[1:], *kwargs.values()) if (number := number_in(each)) is not None)
     if any(is_sharded(each) and each.is_of_slice for each in tensors_in(args)):
         return name_of(func)
-    return " ".join([name_of(func), *(f"{number:.3g}" for number in numbers)])
+    lists = (each if isinstance(each, (list, tuple)) else [each] for each in (*args[1:], *kwargs.values()))
+    numbers = [f"{number:.3g}" for each in chain.from_iterable(lists) if (number := number_in(each)) is not None]
+    if len(numbers) > _SHOWN:  # one for each of many gradients
+        digest = hashlib.sha256(" ".join(numbers).encode()).hexdigest()[:8]
+        numbers[_SHOWN:] = [f"and {len(numbers) - _SHOWN} more ({digest})"]
+    return " ".join([name_of(func), *numbers])
 
 
 def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient]) -> Any:

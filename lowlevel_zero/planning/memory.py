@@ -54,6 +54,9 @@ class Estimate(Held):
         return {**asdict(self), **totals}
 
 
+_OPTIONS = ("cpu_offload", "master_weights", "split", "cost")  # of the optimizer, which decide what a rank holds
+
+
 def estimate(
     model_or_numel: nn.Module | Iterable[Tensor] | float,
     world_size: int,
@@ -96,6 +99,9 @@ def estimate(
         raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
     _COUNT("world_size", world_size)
     _COUNT("micro_batches", micro_batches)
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"{name}: expected one of {', '.join(_OPTIONS)}, or a keyword of estimate: leave it out")
     travels = as_dtype("communication_dtype", communication_dtype)
     travel = Communication(reduce_bucket_size, travels, fp8=fp8_communication)
     chosen = ZeroOptions(

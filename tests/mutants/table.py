@@ -351,7 +351,7 @@ MUTANTS = [
     Mutant(
         "model.zero_grad() drops nothing",
         REDUCER,
-        "self._gradients.hide_cleared(touched) if touched else []",
+        "self._gradients.hide_cleared(touched, adds) if touched else []",
         "self._gradients.hide_cleared(touched)[:0]",
         HANDLES,
     ),
@@ -404,5 +404,48 @@ MUTANTS = [
         "key=lambda pair: pair[0], reverse=True",
         "key=lambda pair: pair[0]",
         "tests/checkpoint/test_checkpoint.py",
+    ),
+    # what callers do to parameters and gradients
+    Mutant(
+        "slices are cut by the strides that a caller has given a parameter",
+        RECORDS,
+        "return flat_in_memory_order(tensor, self.view)",
+        "return flat_in_memory_order(tensor, self.p)",
+        "tests/numbers/test_other_strides.py",
+    ),
+    Mutant(
+        "parameters that change places end alike",
+        RECORDS,
+        "for record in moved if len(moved) > 1 else ():",
+        "for record in ():",
+        "tests/numbers/test_edited_parameters.py",
+    ),
+    Mutant(
+        "an assigned gradient is added to the sum",
+        SUMS,
+        "(adds or record.p.grad is None or record.arrived)",
+        "(record.p.grad is None or record.arrived)",
+        "tests/numbers/test_assigned_gradients.py",
+    ),
+    Mutant(
+        "the backward around a nested one doesn't end the sync",
+        REDUCER,
+        "if self is not None and (self._buckets.is_open or self._keeps_some):",
+        "if False:",
+        RECOMPUTATION,
+    ),
+    Mutant(
+        "a plain backward that has ended by an error is stepped",
+        REDUCER,
+        "        if self._running:\n            self._running.clear()",
+        "        if False:\n            self._running.clear()",
+        "tests/numbers/test_backward.py",
+    ),
+    Mutant(
+        "a child that was forked ends its parent's threads and memory",
+        "communication/process_groups.py",
+        "        self.is_alive = False\n        if os.getpid() != self._process:\n            return\n",
+        "        self.is_alive = False\n",
+        "tests/calls/test_forked_children.py",
     ),
 ]

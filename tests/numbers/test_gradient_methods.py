@@ -280,6 +280,14 @@ NUMBERS_APART: list[tuple[Callable[[nn.Module, float], object], str]] = [
     (lambda model, number: model.other.grad.masked_fill_(torch.ones(5, dtype=torch.bool), number), "masked_fill_ 1 on"),
     (lambda model, number: nn.utils.clip_grad_norm_(model.parameters(), number / 10), "mul_ 0.0"),
     (lambda model, number: nn.utils.clip_grad_value_(model.parameters(), number / 10), " -0.1"),
+    (
+        lambda model, number: torch._foreach_mul_([model.used.grad, model.other.grad], [1.0, number + 1]),
+        "by _foreach_mul_ 1 2 on rank 0",
+    ),
+    (
+        lambda model, number: torch._foreach_add_([model.other.grad], [torch.tensor(number)]),
+        "by _foreach_add_ 1 on rank 0",
+    ),
     (lambda model, number: clip_grad_norm_(model.parameters(), number), "by clip_grad_norm_ to 1 from 7.5 on rank 0"),
     (lambda model, number: clip_grad_value_(model.parameters(), number), "by clip_grad_value_ to 1 on rank 0"),
 ]
