@@ -6,7 +6,7 @@ class's constructor, with the options that the optimizer has recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -34,21 +34,21 @@ _RANKS = 3  # of which the first one's slices are tried, and the last one's of s
 _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
 _ALONG = 0.003  # less than the angle at which AdamP begins, for the largest parameter of ``_SHAPES``
 _TOLERANCE = 1e-5  # of the largest movement since the start
-_ROUNDINGS = len(_SIZES) * torch.finfo(torch.float32).eps  # of the element: each step rounds it
+_ROUNDINGS = len(_SIZES)  # of the element: each step rounds it
 _LATER = 4  # steps late in a run
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
 
 
-def probe_elements(optimizer: Optimizer) -> str | None:
+def probe_elements(optimizer: Optimizer, dtypes: Collection[torch.dtype] = ()) -> str | None:
     """Compare slices with whole parameters under fresh optimizers, and describe a difference; None: they are equal.
 
-    If it can't be tried, the result says why. Runs in fp32 on the CPU. ``optimizer`` and random number generators stay
-    unchanged.
+    If it can't be tried, the result says why. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer``
+    and random number generators stay unchanged.
     """
-    return _tried(_first_difference, optimizer)
+    return _tried(_first_difference, optimizer) or _of_dtypes(_last_difference, optimizer, dtypes)
 
 
-def probe_parameters(optimizer: Optimizer, dims: Sequence[int]) -> str | None:
+def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
     """Compare parameters that two ranks own with ones stepped together, and describe a difference; None: equal.
 
     Each rank steps the parameters that it owns, with nothing in the place of the others. The parameters have these
@@ -57,9 +57,10 @@ def probe_parameters(optimizer: Optimizer, dims: Sequence[int]) -> str | None:
     """
     try:
         with undisturbed():
-            return _difference_of_owned(optimizer, dims, drops=True)
+            found = _difference_of_owned(optimizer, dims, drops=True)
     except NoProbe:
-        return _tried(partial(_difference_of_owned, dims=dims, drops=False), optimizer)
+        found = _tried(partial(_difference_of_owned, dims=dims, drops=False), optimizer)
+    return found or _of_dtypes(partial(_difference_of_owned, dims=dims, drops=False), optimizer, dtypes)
 
 
 def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) -> str | None:
@@ -71,6 +72,24 @@ def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) 
         return f"it could not be tried ({failure})"
 
 
+def _of_dtypes(
+    difference: Callable[..., str | None], optimizer: Optimizer, dtypes: Collection[torch.dtype]
+) -> str | None:
+    """Return the first difference in one of ``dtypes``, for which some classes have other rules, or None.
+
+    One that can't be tried, as where numbers are too large for fp16, tells nothing.
+    """
+    for dtype in dtypes:
+        with suppress(NoProbe), undisturbed():
+            before = torch.get_rng_state()
+            found = difference(optimizer, dtype=dtype)
+            if found is not None:
+                return f"in {dtype}, {found}"
+            if not torch.equal(before, torch.get_rng_state()):  # a rounding that is drawn isn't told from any other
+                return f"it draws random numbers for {dtype}"
+    return None
+
+
 # ---- comparisons ----
 
 
@@ -80,7 +99,12 @@ def _first_difference(optimizer: Optimizer) -> str | None:
     Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     """
     differences = (_difference(optimizer, each) for each in (_lasting, _orthogonal, _outward, _inward))
-    return next(filter(None, differences), None) or _difference(optimizer, _lasting, _SMALL, _last_slice)
+    return next(filter(None, differences), None) or _last_difference(optimizer)
+
+
+def _last_difference(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> str | None:
+    """Compare the last rank's slices of small parameters with the whole ones, and describe a difference, or None."""
+    return _difference(optimizer, _lasting, _SMALL, _last_slice, dtype)
 
 
 def _difference(
@@ -88,6 +112,7 @@ def _difference(
     gradients: Gradients,
     shapes: Sequence[tuple[int, ...]] = _SHAPES,
     cut: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> str | None:
     """Step whole parameters and slices of them with the same ``gradients``, and describe a difference, or None.
 
@@ -96,13 +121,14 @@ def _difference(
     cut = cut or _first_slice
     kinds = kinds_to_try(optimizer)
     generator = torch.Generator().manual_seed(0)
-    starts = [0.02 * _randn(shape, generator) for _ in kinds for shape in shapes]
+    starts = [(0.02 * _randn(shape, generator)).to(dtype) for _ in kinds for shape in shapes]
     wholes = [torch.nn.Parameter(start.clone()) for start in starts]
     slices = [torch.nn.Parameter(cut(start).clone()) for start in starts]
     whole, sliced = (twin(optimizer, kinds, params) for params in (wholes, slices))
 
     def run(steps: int | None = None) -> list[Counters]:
-        for grads in islice(gradients(wholes, generator), steps):
+        for each in islice(gradients(wholes, generator), steps):
+            grads = [grad.to(dtype) for grad in each]
             before = [counters(whole), counters(sliced)]
             step(whole, wholes, grads)
             step(sliced, slices, map(cut, grads))
@@ -180,14 +206,16 @@ def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float |
     movement, gap = (param - start).abs().amax(), (expected - got).abs()
     if not (movement + gap.amax()).isfinite():
         raise NoProbe("a probe's parameters became infinite or NaN")
-    if (gap > _TOLERANCE * movement + _ROUNDINGS * expected.abs()).any():
+    if (gap > _TOLERANCE * movement + _ROUNDINGS * torch.finfo(param.dtype).eps * expected.abs()).any():
         return float(gap.amax() / movement)
     if movement <= _LEAST_MOVEMENT * start.abs().amax():
         raise NoProbe(f"{len(_SIZES)} steps hardly moved a probe's parameter, which proves nothing")
     return None
 
 
-def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool) -> str | None:
+def _difference_of_owned(
+    optimizer: Optimizer, dims: Sequence[int], drops: bool, dtype: torch.dtype = torch.float32
+) -> str | None:
     """Step parameters by one optimizer, and each half of them by one of two, and describe a difference, or None.
 
     There are two of each number of dimensions. With ``drops`` a rank's parameters have no gradients in one step.
@@ -195,7 +223,7 @@ def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool)
     kinds = kinds_to_try(optimizer)
     shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
     generator = torch.Generator().manual_seed(0)
-    starts = [0.02 * _randn(shape, generator) for _ in kinds for shape in shapes]
+    starts = [(0.02 * _randn(shape, generator)).to(dtype) for _ in kinds for shape in shapes]
     wholes: list[Tensor] = [torch.nn.Parameter(start.clone()) for start in starts]
     owned: list[list[Tensor]] = [[torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2)]
     whole, *ranks = (twin(optimizer, kinds, params) for params in (wholes, *owned))
@@ -204,7 +232,7 @@ def _difference_of_owned(optimizer: Optimizer, dims: Sequence[int], drops: bool)
 
     def run(steps: int | None = None) -> list[Counters]:
         for number, grads in enumerate(islice(_lasting(wholes, generator), steps)):
-            given = [None if drops and number == 4 and at % 2 else grad for at, grad in enumerate(grads)]
+            given = [None if drops and number == 4 and at % 2 else grad.to(dtype) for at, grad in enumerate(grads)]
             before = [counters(each) for each in (whole, *ranks)]
             step(whole, wholes, given)
             for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):

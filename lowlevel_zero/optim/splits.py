@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -98,7 +99,8 @@ def check_and_choose(
     optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], options: ZeroOptions
 ) -> dict[Tensor, Choice]:
     """Choose the split of each parameter, and return the choices; raise if ``optimizer`` can't be split."""
-    splits = choose_splits(optimizer, options.split, parameters)
+    dtypes = of_16_bits(options.master_dtype(options.forced_dtype or p.dtype) for p in parameters)
+    splits = choose_splits(optimizer, options.split, parameters, dtypes)
     check_unstepped(optimizer, parameters, names)
     check_overrides(optimizer, parameters, names)
     wanted = set(parameters)
@@ -110,6 +112,11 @@ def check_and_choose(
     }
 
 
+def of_16_bits(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+    """Return those of ``dtypes`` that have 16 bits."""
+    return sorted({dtype for dtype in dtypes if dtype.itemsize == 2}, key=str)
+
+
 def choice_of(
     optimizer: Optimizer, group: Mapping[str, Any], by: str, p: Tensor, name: str, cost: Cost | None
 ) -> Choice:
@@ -118,7 +125,10 @@ def choice_of(
 
 
 def choose_splits(
-    optimizer: Optimizer, chosen: str | None = None, parameters: Sequence[Tensor] | None = None
+    optimizer: Optimizer,
+    chosen: str | None = None,
+    parameters: Sequence[Tensor] | None = None,
+    dtypes: Collection[torch.dtype] = (),
 ) -> list[str]:
     """Return how to split each param group, "elements" or "parameters"; raise ``TypeError`` if neither is exact.
 
@@ -132,6 +142,7 @@ def choose_splits(
         optimizer: the optimizer.
         chosen: the caller's choice for all groups; None: there is none.
         parameters: tensors of the numbers of dimensions that are to be stepped; None: those in the param groups.
+        dtypes: those of 16 bits among the dtypes that are to be stepped.
 
     Raises:
         TypeError: ``optimizer`` is no optimizer, or treats neither elements nor parameters independently, or could not
@@ -151,7 +162,7 @@ def choose_splits(
         raise TypeError(f"{full_name(optimizer)} cannot be sharded: {listed.reason}. Use {listed.remedy}.")
     if parameters is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found = _found(optimizer, listed, sorted({p.dim() for p in parameters})) if None in asked else ""
+    found = _found(optimizer, listed, sorted({p.dim() for p in parameters}), dtypes) if None in asked else ""
     return [split or found for split in asked]
 
 
@@ -170,15 +181,15 @@ def may_write_unused(optimizer: Optimizer) -> bool:
     return not skips and writes_without_gradients(optimizer)
 
 
-def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int]) -> str:
+def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int], dtypes: Collection[torch.dtype]) -> str:
     """Return the split that an optimizer's class needs, by its name or by trial; ``TypeError`` if neither fits."""
     if is_elementwise(optimizer):
         return BY_ELEMENTS
-    by_elements = listed.reason if listed else probe_elements(optimizer)
+    by_elements = listed.reason if listed else probe_elements(optimizer, dtypes)
     if by_elements is None:
         return BY_ELEMENTS
     refused = listed is not None and not listed.by_parameters
-    by_parameters = by_elements if refused else probe_parameters(optimizer, dims)
+    by_parameters = by_elements if refused else probe_parameters(optimizer, dims, dtypes)
     if by_parameters is None:
         return BY_PARAMETERS
     both = by_elements if refused else f"{by_elements}; and of whole parameters that ranks own, {by_parameters}"

@@ -18,7 +18,7 @@ from ..communication.backends.shared_memory import READ_WHOLE, SharedMemory
 from ..communication.fp8 import encoded_size
 from ..layout.records import BucketLayout, Layout, ParameterLayout, parameter_layout, with_buckets
 from ..optim.quantised import slice_multiple
-from ..optim.splits import choice_of, choose_splits
+from ..optim.splits import choice_of, choose_splits, of_16_bits
 from ..options import Takes, ZeroOptions
 from ..partition import Split, alignment_of, splits_of
 from .state_sizes import StateSizes
@@ -107,7 +107,8 @@ class PlannedRun:
     def _splits(self, shapes: Sequence[Shape], world_size: int) -> list[Split]:
         """Return the splits of trained parameters, as the optimizer chooses them."""
         optimizer, groups = self.states.optimizer, self.states.optimizer.param_groups
-        by_group, choices = choose_splits(optimizer, self.options.split), []
+        dtypes = of_16_bits(self.options.master_dtype(shape.dtype) for shape in shapes)
+        by_group, choices = choose_splits(optimizer, self.options.split, dtypes=dtypes), []
         multiple = slice_multiple(optimizer)
         for name, shape, dtype, group in shapes:
             at, p = group or 0, torch.empty(shape, dtype=dtype, device="meta")

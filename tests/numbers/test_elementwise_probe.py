@@ -331,3 +331,21 @@ def test_surroundings_do_not_matter(cls: type[Stranger], dtype: torch.dtype) -> 
 
 def test_half_precision_parameters_are_tried_in_fp32() -> None:
     check_elementwise(AdamByHand([torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]))
+
+
+class NormalisesHalfPrecision(Stranger):
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        return g / (g.norm() + 1e-6) if p.dtype == torch.bfloat16 else g
+
+
+class RoundsHalfPrecisionAtRandom(Stranger):
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        return (g.float() * (1 + 2**-8 * torch.rand_like(g.float()))).to(g.dtype) if p.dtype == torch.bfloat16 else g
+
+
+def test_half_precision_parameters_without_masters_are_tried_as_they_are() -> None:
+    assert choose_splits(AdamByHand(matrix()), dtypes=[torch.bfloat16, torch.float16]) == ["elements"]
+    assert choose_splits(NormalisesHalfPrecision(matrix())) == ["elements"]
+    assert choose_splits(NormalisesHalfPrecision(matrix()), dtypes=[torch.bfloat16]) == ["parameters"]
+    with pytest.raises(TypeError, match="it draws random numbers for torch.bfloat16; and of whole .* random numbers"):
+        choose_splits(RoundsHalfPrecisionAtRandom(matrix()), dtypes=[torch.bfloat16])
