@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from .trials import LARGE, NoProbe, counters, kinds_to_try, skip_ahead, step, twin, undisturbed
+from .trials import LARGE, NoProbe, counters, kinds_to_try, skip_ahead, step, twin, undisturbed, unlike_settings
 
 # Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
 Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[list[Tensor]]]
@@ -35,6 +35,7 @@ _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  
 _ALONG = 0.003  # less than the angle at which AdamP begins, for the largest parameter of ``_SHAPES``
 _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(_SIZES)  # of the element: each step rounds it
+_EARLY = 3  # steps in which all parameters have gradients, after which param groups are compared
 _LATER = 4  # steps late in a run
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
 
@@ -126,12 +127,15 @@ def _difference(
     slices = [torch.nn.Parameter(cut(start).clone()) for start in starts]
     whole, sliced = (twin(optimizer, kinds, params) for params in (wholes, slices))
 
+    unlike: list[str | None] = []
+
     def run(steps: int | None = None) -> list[Counters]:
         for each in islice(gradients(wholes, generator), steps):
             grads = [grad.to(dtype) for grad in each]
             before = [counters(whole), counters(sliced)]
             step(whole, wholes, grads)
             step(sliced, slices, map(cut, grads))
+            unlike.append(unlike_settings(whole, sliced) if len(unlike) < _EARLY else None)
         return before
 
     def compare() -> str | None:
@@ -149,7 +153,7 @@ def _difference(
                     f"its state {key!r} has tensors in a list, dict or object, or of another shape, which can't be "
                     "sliced"
                 )
-        return _state_of_no_parameter(whole)
+        return _state_of_no_parameter(whole) or _of_settings(unlike)
 
     return _soon_or_late([whole, sliced], run, compare)
 
@@ -180,6 +184,12 @@ def _is_single(leaf: object) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.numel() <= 1
     return leaf is None or isinstance(leaf, (Number, str, bytes, torch.dtype, torch.device))
+
+
+def _of_settings(unlike: Sequence[str | None]) -> str | None:
+    """Return what is wrong with a class that was found to set its param groups otherwise on some ranks, or None."""
+    key = next(filter(None, unlike), None)
+    return f"it sets {key!r} of its param groups, which wouldn't be alike on all ranks" if key else None
 
 
 def _soon_or_late(
@@ -230,6 +240,8 @@ def _difference_of_owned(
     for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):
         _take_over(each, params, rank)
 
+    unlike: list[str | None] = []
+
     def run(steps: int | None = None) -> list[Counters]:
         for number, grads in enumerate(islice(_lasting(wholes, generator), steps)):
             given = [None if drops and number == 4 and at % 2 else grad.to(dtype) for at, grad in enumerate(grads)]
@@ -237,6 +249,7 @@ def _difference_of_owned(
             step(whole, wholes, given)
             for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):
                 step(each, params[rank::2], given[rank::2])
+            unlike.append(unlike_settings(whole, *ranks) if len(unlike) < _EARLY else None)
         return before
 
     def compare() -> str | None:
@@ -250,7 +263,7 @@ def _difference_of_owned(
                 )
             if not at % 2 and whole.state.get(param, {}).keys() != whole.state.get(wholes[at + 1], {}).keys():
                 return "it keeps a state with one parameter that others of the same kind lack, and owners change"
-        return _state_of_no_parameter(whole)
+        return _state_of_no_parameter(whole) or _of_settings(unlike)
 
     return _soon_or_late([whole, *ranks], run, compare)
 

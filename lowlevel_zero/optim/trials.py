@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
+from torch.utils._pytree import tree_leaves
 
 Options: TypeAlias = dict[str, Any]
 
@@ -33,6 +34,7 @@ _AHEAD = 10**5  # steps: some classes change their rule after so many
 _USED, _UNUSED = 11, 100
 
 
+_MEMBERS = ("params", "param_names")  # of param groups, beside their settings
 _PLAIN = (bool, int, float, str, NoneType)
 
 
@@ -129,17 +131,21 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Te
 
 
 def needs_a_parameter(optimizer: Optimizer) -> bool:
-    """Return whether a fresh optimizer of this class fails to step empty param groups; False if none can be made."""
+    """Return whether a fresh optimizer of this class fails to step empty param groups, or sets them otherwise.
+
+    False if none can be made.
+    """
     try:
         with undisturbed():
             options = [own_options(group) for group in optimizer.param_groups]
-            matrix = torch.zeros(LARGE[:2], device="cpu")
-            other = fresh(optimizer, options, [[torch.nn.Parameter(matrix)] for _ in options])
-            for group in other.param_groups:
+            params: list[Tensor] = [torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu")) for _ in options]
+            filled, empty = (fresh(optimizer, options, [[p] for p in params]) for _ in range(2))
+            for group in empty.param_groups:
                 group["params"] = []
             with suppress(Exception):  # whatever the class raises
-                other.step()
-                return False
+                empty.step()
+                step(filled, params, map(torch.ones_like, params))
+                return unlike_settings(filled, empty) is not None
             return True
     except NoProbe:
         return False
@@ -248,7 +254,7 @@ def _copied(name: str, value: Any) -> Any:
 
 
 def own_options(group: Mapping[str, Any]) -> Options:
-    return {name: _copied(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+    return {name: _copied(name, value) for name, value in group.items() if name not in _MEMBERS}
 
 
 class Kind(NamedTuple):
@@ -256,6 +262,19 @@ class Kind(NamedTuple):
 
     options: Options
     attributes: Options
+
+
+def unlike_settings(*optimizers: Optimizer) -> str | None:
+    """Return the first key under which param groups have different numbers, or None."""
+    first, *others = [list(map(_told, each.param_groups)) for each in optimizers]
+    pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+    return next((key for one, other in pairs for key in one | other if one.get(key) != other.get(key)), None)
+
+
+def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the numbers of each setting of a param group as text."""
+    settings = {key: tree_leaves(value) for key, value in group.items() if key not in _MEMBERS}
+    return {key: [repr(each) for each in own if isinstance(each, (*_PLAIN, Tensor))] for key, own in settings.items()}
 
 
 def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:

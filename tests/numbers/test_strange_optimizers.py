@@ -233,6 +233,24 @@ class ByAttributes(Rule):
         return scale * (gradient / (gradient.norm() + 1e-6) if getattr(p, "normalise", False) else gradient.sign())
 
 
+class SkipsEmptyGroups(Rule):
+    """Counts the steps of groups that have parameters, of which each has its own norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["steps"] = group.get("steps", 0) + 1
+        super().step()
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient / (gradient.norm() + 1e-6)
+
+
+def one_group_each(model: nn.Module) -> Optimizer:
+    return SkipsEmptyGroups([{"params": [p]} for p in model.parameters()])
+
+
 def by_attributes(model: nn.Module, normalise: bool = False) -> Optimizer:
     for number, p in enumerate(model.parameters()):
         p.scale, p.normalise = 0.5 * number, normalise and not number  # type: ignore[attr-defined]
@@ -306,6 +324,7 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "by numbers": (over_parameters(ByNumbers), "parameters", 8),
     "all at once": (over_parameters(AllAtOnce), "parameters", 8),
     "names, one of them of a frozen parameter": (partial(over_names, ByNames), "elements", 8),
+    "groups that are empty on some ranks": (one_group_each, "parameters", 8),
     "names, by norms": (partial(over_names, ByNamesAndNorms), "parameters", 8),
     "attributes of parameters": (by_attributes, "elements", 8),
     "attributes of parameters, by norms": (partial(by_attributes, normalise=True), "parameters", 8),
@@ -315,7 +334,7 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
 @pytest.mark.parametrize("case", ALIKE)
 def test_it_trains_as_in_one_process(case: str) -> None:
     make, split, steps = ALIKE[case]
-    assert choose_splits(make(Net())) == [split]
+    assert {*choose_splits(make(Net()))} == {split}
     assert_trains_alike(make, Net, steps, tolerance=0, stage=2)
 
 
@@ -420,6 +439,14 @@ class Clipping(Rule):
         return gradient
 
 
+class LogsInGroups(Rule):
+    """Keeps the last gradient's norm in the param group."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        self.param_groups[0]["norm"] = float(gradient.norm())
+        return gradient
+
+
 class Stochastic(Rule):
     """Rounds at random."""
 
@@ -463,6 +490,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
         "its updates depend on other parameters",
     ),
     "a step of the instance's own": (with_a_step_of_its_own, "its step was replaced on the instance, .* a subclass"),
+    "settings that follow from a parameter": (over_parameters(LogsInGroups), "it sets 'norm' of its param groups"),
     "random numbers": (over_parameters(Stochastic), "random numbers"),
 }
 
