@@ -213,14 +213,15 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
     recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
     arguments = list(inspect.signature(type(optimizer)).parameters.values())
     named = {each.name: each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    first = "params" if "params" in named else next(iter(named))
-    named.pop(first)
+    first = "params" if "params" in named else next(iter(named), "params")
+    named.pop(first, None)
     unknown = [name for name, each in named.items() if name not in recorded and each.default is each.empty]
     if unknown:
         raise NoProbe(f"its constructor got {', '.join(unknown)}, which neither its defaults nor its attributes record")
     names = [name for name in named if name in recorded]
     if any(each.kind is each.VAR_KEYWORD for each in arguments):
-        names += [name for name in optimizer.defaults if name not in names]
+        taken = _taken_names(type(optimizer))
+        names += [name for name in optimizer.defaults if name not in names and (taken is None or name in taken)]
     wrapped = recorded.get(first)
     groups: Any = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
     if isinstance(wrapped, Optimizer):
@@ -232,6 +233,19 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
     if callable(train):  # schedule-free ones step in that mode alone
         train()
     return made
+
+
+def _taken_names(cls: type[Optimizer]) -> set[str] | None:
+    """Return the names of arguments that a class's constructor takes or hands on to its bases'; None: any name."""
+    names: set[str] = set()
+    for init in (vars(each)["__init__"] for each in cls.__mro__ if "__init__" in vars(each)):
+        if init is Optimizer.__init__:
+            return None
+        arguments = inspect.signature(init).parameters
+        names |= arguments.keys()
+        if all(each.kind is not each.VAR_KEYWORD for each in arguments.values()):
+            break
+    return names
 
 
 def _is_plain(value: Any) -> bool:
@@ -247,6 +261,8 @@ def _copied(name: str, value: Any) -> Any:
         return value.detach().cpu().clone()
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(_copied(name, item) for item in value)
+    if type(value) is dict:
+        return {key: _copied(name, item) for key, item in value.items()}
     plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
     if plain or (callable(value) and not isinstance(value, torch.nn.Module)):
         return value

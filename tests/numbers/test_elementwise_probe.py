@@ -108,6 +108,23 @@ def test_an_option_that_is_recorded_nowhere_takes_its_default(decoupled: bool) -
         check_elementwise(scaled(matrix(), decoupled=decoupled))
 
 
+class HandsOn(torch.optim.AdamW):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+class HandsKeywordsOn(torch.optim.AdamW):
+    def __init__(self, params: Any, clips: dict[str, float] | None = None, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.clips = clips
+
+
+def test_a_constructor_that_hands_its_arguments_on() -> None:
+    """AdamW's defaults hold a name that its constructor doesn't take."""
+    check_elementwise(HandsOn(matrix(), 0.1))
+    check_elementwise(HandsKeywordsOn(matrix(), lr=0.1, clips={"matrix": 1.0}))
+
+
 class StateAtConstruction(Stranger):
     """As Adagrad does."""
 
