@@ -294,11 +294,12 @@ def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:
-    """Return one example of each kind of parameters; two that differ only in numbers, or in names, are of one kind.
+    """Return examples of each kind of parameters; those that differ only in numbers, or in names, are of one kind.
 
-    Their learning rate is ``lr``.
+    A kind's examples are the first, and those with the least and the largest of each number that differs: a threshold
+    may bind for some alone. Their learning rate is ``lr``.
     """
-    kinds: dict[tuple[str, str], Kind] = {}
+    kinds: dict[tuple[str, str], list[Kind]] = {}
     for group in optimizer.param_groups:
         options = own_options(group)
         if "lr" in options:
@@ -307,8 +308,19 @@ def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:
         told = repr(sorted(kind.items()))
         for attributes in [*map(_attributes, group["params"])] or [{}]:
             marks = sorted((name, bool(value)) for name, value in attributes.items())
-            kinds.setdefault((told, repr(marks)), Kind(options, attributes))
-    return list(kinds.values())
+            kinds.setdefault((told, repr(marks)), []).append(Kind(options, attributes))
+    return [example for alike in kinds.values() for example in _examples(alike)]
+
+
+def _examples(alike: Sequence[Kind]) -> list[Kind]:
+    """Return the first of these kinds, and those with the least and the largest of each number."""
+    chosen = {0}
+    for at, of in enumerate(alike[0]):
+        for name in of:
+            values = [each[at][name] for each in alike]
+            numbers = [value for value in values if type(value) in (int, float)]
+            chosen |= {values.index(extreme) for extreme in (min(numbers), max(numbers))} if numbers else set()
+    return [alike[number] for number in sorted(chosen)]
 
 
 def _attributes(p: Tensor) -> Options:

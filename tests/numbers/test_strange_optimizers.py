@@ -297,6 +297,21 @@ class ByNamesAndNorms(ByNames):
         return super().update(p, gradient / (gradient.norm() + 1e-6), state)
 
 
+class ClippingEach(Rule):
+    """Clips each parameter by its norm, to what its group says."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(group["lr"] * p.grad * (group["clip"] / p.grad.norm()).clamp(max=1))
+
+
+def clipping_the_last(model: nn.Module) -> Optimizer:
+    *others, last = model.parameters()
+    return ClippingEach([{"params": others, "clip": 1e9}, {"params": [last], "clip": 0.01}])
+
+
 def over_names(cls: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
     model.embedding.weight.requires_grad_(False)
     names, params = zip(*model.named_parameters(), strict=True)
@@ -322,6 +337,7 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "by position": (over_parameters(ByPosition), "parameters", 8),
     "seeded": (over_parameters(Seeded), "parameters", 8),
     "by numbers": (over_parameters(ByNumbers), "parameters", 8),
+    "a clip of one group": (clipping_the_last, "parameters", 8),
     "all at once": (over_parameters(AllAtOnce), "parameters", 8),
     "names, one of them of a frozen parameter": (partial(over_names, ByNames), "elements", 8),
     "groups that are empty on some ranks": (one_group_each, "parameters", 8),
