@@ -545,6 +545,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             each.group.trim()
         for group in self.sharded_parameters.shard_groups:
             group.progress.step += 1
+        if self.mode == "eval":
+            self.mode = None  # the next call may write others through ``p.data``, where nothing shows that
 
     def _skip(self, scaler: LossScaler) -> None:
         """Lower the loss scale after an overflow, and drop all gradients. Doesn't communicate."""

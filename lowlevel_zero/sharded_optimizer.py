@@ -56,7 +56,7 @@ class ShardedOptimizer(Optimizer):
     scaler: LossScaler | None  # the dynamic loss scale; None unless a parameter is fp16
     device: torch.device  # where the parameters are
     streams: Streams  # those of the device that work is done on
-    mode: str | None  # the one of "train" and "eval" that was called last
+    mode: str | None  # the one of "train" and "eval" that was called last, but "eval" only until a step
     runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
     serial: int  # of the newest checkpoint that was saved of it or loaded into it
 

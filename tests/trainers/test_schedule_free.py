@@ -188,6 +188,33 @@ def test_classes_that_write_through_data_leave_equal_ranks(which: str, subtests:
                 check_close(value, [got[at] for got in ran.values()], 2e-6)
 
 
+class ShowingAverages(Averaging):
+    """Shows the averages whenever it is told to evaluate, and trains on from there."""
+
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.copy_(self.state[p]["mean"])
+
+
+def test_steps_between_two_evaluations_are_seen() -> None:
+    def make(params: Any) -> Optimizer:
+        return ShowingAverages(params, lr=0.1)
+
+    def work(rank: int, world_size: int) -> Tensor:
+        model, reference = net(), net()
+        optimizer, alone = LowLevelZeroOptimizer(make(model.parameters()), model=model), make(reference.parameters())
+        for step in range(2):
+            optimizer.backward(loss_of(model, step, 0))
+            loss_of(reference, step, 0).backward()
+            for each in (optimizer, alone):
+                each.step()
+                each.zero_grad()
+                each.eval()
+        check_close(values(reference), [values(model)], 2e-6)
+
+    run_ranks(work, 2, timeout=30)
+
+
 class NormalisedAveraging(Averaging):
     """The same of normalised gradients, which one rank owns whole; it takes for granted that all have states."""
 
