@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..bookkeeping.module_names import own_names, parameter_names
 from ..bookkeeping.parameter_store import ParameterStore
@@ -231,8 +232,12 @@ def describe(
         for p in (p for p in group["params"] if number_of(p) == number):
             choice = choices.get(p)
             split = f"split by {choice.by}, costs {choice.costs}" if choice else "frozen"
-            state = optimizer.state.get(p) or {}
-            told = "".join(f", state {key} {_described(value)}" for key, value in state.items())
+            leaves = [
+                (f"{key}{keystr(path)}", leaf)
+                for key, value in (optimizer.state.get(p) or {}).items()
+                for path, leaf in tree_flatten_with_path(value)[0]
+            ]
+            told = "".join(f", state {key} {_described(leaf)}" for key, leaf in leaves)
             yield f"parameter {names[p]} of group {at}: {split}, {_described(p)}{told}"
     for tensor, name in own_names(model).items():
         if tensor not in names and number_of(tensor) == number:
@@ -240,7 +245,7 @@ def describe(
 
 
 def _described(value: object) -> str:
-    """Return a state's or tensor's type, device type, shape and dtype as text."""
+    """Return a tensor's device type, shape and dtype as text, or another state's type, with its value if it's plain."""
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return f"{type(value).__name__}{f' {value}' if isinstance(value, (bool, int, float, str)) else ''}"
     return f"on {value.device.type}, {tuple(value.shape)} {value.dtype}"

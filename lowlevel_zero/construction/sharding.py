@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import Position, ShardedParameter
-from ..bookkeeping.storages import memory_of
+from ..bookkeeping.storages import memory_of, tensors_in
 from ..communication.failed_ranks import run_each
 from ..options import ZeroOptions
 from ..partition import Choice, Split, splits_of
@@ -68,8 +68,8 @@ class Sharding:
         self._records = [self._record(p, *places[p]) for p in group_of]
         self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
-            states = optimizer.state.get(record.p, {}).values()
-            self._alike[record.shard_group] += [record.padded, *(each for each in states if isinstance(each, Tensor))]
+            states = optimizer.state.get(record.p)
+            self._alike[record.shard_group] += [record.padded, *(tensors_in(states) if states else ())]
 
     def _record(self, p: nn.Parameter, position: Position, split: Split) -> ShardedParameter:
         """Return the record of ``p``, and note the memory that ``p`` has left if its values were moved."""

@@ -232,6 +232,12 @@ def stepped(params: Any) -> Optimizer:
     return optimizer
 
 
+def counting(params: Any, count: int) -> Optimizer:
+    optimizer = AdamW(params)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["count"] = count
+    return optimizer
+
+
 OTHER_OPTIONS: dict[str, Any] = {
     "stage": 1,
     "bucket_size": 50,
@@ -273,6 +279,11 @@ REFUSED: dict[str, Refused] = {
         ("lr", "0.5", "0.25"),
     ),
     "states": Refused(lambda: wrap(make=stepped), wrap, ("0.weight", "exp_avg")),
+    "a number among states": Refused(
+        lambda: wrap(make=lambda params: counting(params, 7)),
+        lambda: wrap(make=lambda params: counting(params, 6)),
+        ("0.weight", "state count int 7", "state count int 6"),
+    ),
     "no model": Refused(lambda: wrap(given=False), wrap, ("model=None",)),
 }
 

@@ -46,11 +46,23 @@ def test_ranks_start_from_rank_zero_s_parameters_and_buffers() -> None:
 
 # State from before
 
+
+class InLists(torch.optim.SGD):
+    """Keeps momenta in lists, of gradients that it normalises: whole parameters are stepped."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            (momentum,) = self.state[p].setdefault("momenta", [torch.zeros_like(p)])
+            p.sub_(momentum.mul_(0.9).add_(p.grad / p.grad.norm()), alpha=0.05)
+
+
 BEFORE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, initial_accumulator_value=0.3),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
     "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.05, t0=0.0),
+    "in lists": InLists,
     "rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-2),
 }
 
