@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from .trials import needs_a_parameter
+from .trials import fails_without_gradients
 
 _NAMES = "param_names"  # of a group that was made of named parameters: one for each of its "params"
 
@@ -20,8 +20,8 @@ class OwnedStep:
     """Steps the wrapped optimizer while its param groups hold only the parameters that this rank owns.
 
     Names that a group has of its parameters become those of what it holds then. Some classes fail on a param group that
-    is empty, as where its parameters are frozen or other ranks own them. They are given a small parameter in it, which
-    is dropped afterwards with its state, so that a group's settings change as on the other ranks.
+    is empty, or has no gradient, as where its parameters are frozen or other ranks own them. They are given a small
+    parameter in it, which is dropped afterwards with its state, so that a group's settings change as on other ranks.
 
     Args:
         optim: the wrapped optimizer.
@@ -31,7 +31,7 @@ class OwnedStep:
     def __init__(self, optim: Optimizer, parameters: ParameterStore) -> None:
         self._optim = optim
         self._parameters = parameters
-        self._needs_a_parameter: bool | None = None  # None: no group was empty so far
+        self._fails: dict[bool, bool] = {}  # whether the class fails on groups that are empty, or have no gradient
 
     def __call__(self, method: str = "step") -> None:
         """Call a method of the wrapped optimizer with only this rank's own slices in its groups. Doesn't communicate.
@@ -60,20 +60,24 @@ class OwnedStep:
         held = group["params"]
         group["params"] = [p32 for p32 in held if p32 not in others]
         stand_ins: dict[Tensor, Tensor] = {}
-        if members and not group["params"] and method == "step" and self._fails_on_nothing():
-            smallest = min((others[p32].p for p32 in held) if held else members, key=Tensor.numel)
+        absent = [others[p32].p for p32 in held if p32 in others] if held else members
+        if absent and method == "step" and self._fails_on(group["params"]):
+            smallest = min(absent, key=Tensor.numel)
             stand_ins = {smallest: self._stand_in(smallest)}
-            group["params"] = [*stand_ins.values()]
+            group["params"] += stand_ins.values()
         if _NAMES in group and len(group[_NAMES]) == len(members):
             slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_ins
             names = {slices.get(p): name for p, name in zip(members, group[_NAMES], strict=True)}
             group[_NAMES] = [names[p32] for p32 in group["params"]]
         return [*stand_ins.values()]
 
-    def _fails_on_nothing(self) -> bool:
-        if self._needs_a_parameter is None:
-            self._needs_a_parameter = needs_a_parameter(self._optim)
-        return self._needs_a_parameter
+    def _fails_on(self, params: Sequence[Tensor]) -> bool:
+        """Return whether the class fails on a group of these, none of which has a gradient."""
+        if any(p.grad is not None for p in params):
+            return False
+        if (empty := not params) not in self._fails:
+            self._fails[empty] = fails_without_gradients(self._optim, empty)
+        return self._fails[empty]
 
     def _stand_in(self, p: Tensor) -> Tensor:
         """Return a parameter of ``p``'s shape, with a gradient unless ``p`` is frozen, which keeps a group filled."""

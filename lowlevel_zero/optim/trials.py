@@ -130,22 +130,22 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Te
     return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype, device="cpu")
 
 
-def needs_a_parameter(optimizer: Optimizer) -> bool:
-    """Return whether a fresh optimizer of this class fails to step empty param groups, or sets them otherwise.
+def fails_without_gradients(optimizer: Optimizer, empty: bool) -> bool:
+    """Return whether a fresh optimizer of this class fails on groups without gradients, or sets them otherwise.
 
-    False if none can be made.
+    They are ``empty``, or have a parameter each. False if no optimizer can be made.
     """
     try:
         with undisturbed():
             options = [own_options(group) for group in optimizer.param_groups]
             params: list[Tensor] = [torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu")) for _ in options]
-            filled, empty = (fresh(optimizer, options, [[p] for p in params]) for _ in range(2))
-            for group in empty.param_groups:
+            filled, other = (fresh(optimizer, options, [[p] for p in params]) for _ in range(2))
+            for group in other.param_groups if empty else ():
                 group["params"] = []
             with suppress(Exception):  # whatever the class raises
-                empty.step()
+                other.step()
                 step(filled, params, map(torch.ones_like, params))
-                return unlike_settings(filled, empty) is not None
+                return unlike_settings(filled, other) is not None
             return True
     except NoProbe:
         return False

@@ -499,6 +499,30 @@ def test_a_frozen_group_isn_t_empty_for_a_class_that_fails_on_that() -> None:
     assert assert_trains_alike(make, model, tolerance=0, loss=loss).splits == ("elements",) * 2
 
 
+class Stacking(torch.optim.SGD):
+    """Stacks the norms of a group's gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p.grad is not None]
+            for p, norm in zip(used, torch.stack([p.grad.norm() for p in used]), strict=True):
+                p.sub_(p.grad / norm, alpha=0.1)
+
+
+def test_a_class_that_fails_without_gradients_is_given_one_where_others_have_some() -> None:
+    def make(model: Any) -> torch.optim.Optimizer:
+        return Stacking([{"params": list(model.parameters()), "param_names": ["first", "second"]}], lr=0.1)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2)))
+
+    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
+        return model[step % 2](torch.full((1, 4), float(1 + rank + step))).sin().sum()
+
+    assert assert_trains_alike(make, model, tolerance=0, loss=loss).splits == ("parameters",)
+
+
 @pytest.mark.parametrize("chosen", [{}, {"clip_grad_norm": 1e6}], ids=["", "clipped"])
 def test_steps_without_any_gradient_count(chosen: dict[str, Any]) -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
