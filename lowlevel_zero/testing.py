@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from torch.optim import Optimizer
 
 from .layout import memory_held, traffic_of
@@ -67,7 +69,7 @@ def assert_trains_alike(
     Args:
         make_optimizer: returns an optimizer over the parameters of a model.
         make_model: returns the model; it is called several times, with the same random seed.
-        steps: steps to compare.
+        steps: steps to compare, at least 1.
         tolerance: the largest difference, as a share of a parameter's way.
         loss: returns the loss of a rank's share of a step; None: random gradients, which also depend on the weights.
         world_size: processes to fork, where there are no ranks yet.
@@ -76,7 +78,10 @@ def assert_trains_alike(
     Raises:
         AssertionError: a parameter differs by more, or differs between ranks.
         TypeError: the optimizer is refused.
+        ValueError: ``steps`` is less than 1.
     """
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps}: without a step nothing is compared")
 
     def compare() -> Alike:
         found = _compare(make_optimizer, make_model, steps, loss or random_loss, options)
@@ -207,26 +212,35 @@ def _difference(start: Sequence[Tensor], plain: nn.Module, sharded: nn.Module) -
 
 
 def _forked(compare: Callable[[], Alike], world_size: int) -> Alike:
-    """Run ``compare`` in several forked processes that form a process group, and return rank 0's result."""
+    """Run ``compare`` in several forked processes that form a process group, and return rank 0's result.
+
+    The first error of a rank ends them all, and is raised.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_run, (world_size, folder, compare), world_size, start_method="fork")  # type: ignore[no-untyped-call]
-        found: Alike | Exception = torch.load(Path(folder, "found"), weights_only=False)
-    if isinstance(found, Exception):
-        raise found
+        try:
+            start_processes(_run, (world_size, folder, compare), world_size, start_method="fork")  # type: ignore[no-untyped-call]
+        except ProcessExitedException:
+            if Path(folder, "error").exists():
+                raise torch.load(Path(folder, "error"), weights_only=False) from None
+            raise
+        found: Alike = torch.load(Path(folder, "found"), weights_only=False)
     return found
 
 
 def _run(rank: int, world_size: int, folder: str, compare: Callable[[], Alike]) -> None:
-    """Compare in a new process group, and leave rank 0's result or error in ``folder``."""
+    """Compare in a new process group, and leave rank 0's result or the first error of a rank in ``folder``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    found: Alike | Exception
     try:
         found = compare()
-    except (AssertionError, TypeError, ValueError) as error:
-        found = type(error)(str(error))
     except Exception as error:  # the caller's functions may raise anything, and its type may not be pickled
-        found = RuntimeError(f"{type(error).__name__}: {error}")
+        is_plain = type(error) in (AssertionError, TypeError, ValueError)
+        told = type(error)(str(error)) if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
+        own = Path(folder, f"error of rank {rank}")
+        torch.save(told, own)
+        with suppress(FileExistsError):
+            Path(folder, "error").hardlink_to(own)
+        sys.exit(1)  # others, which may wait for this rank, are ended then
     if rank == 0:
         torch.save(found, Path(folder, "found"))
     dist.destroy_process_group()

@@ -91,3 +91,25 @@ def test_a_loss_and_a_mistake_of_the_caller_s() -> None:
 
     with pytest.raises(RuntimeError, match="ZeroDivisionError: the moon is full"):
         assert_trains_alike(adafactor, Net, loss=raising)
+
+
+class OfItsOwn(ValueError):
+    """Takes other arguments than a text."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} of {other}")
+
+
+def test_a_mistake_on_one_rank_alone_ends_the_others() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        if dist.get_rank() == 1:
+            raise OfItsOwn(1, 2)
+        return adamw(model)
+
+    with pytest.raises(RuntimeError, match="OfItsOwn: 1 of 2"):
+        assert_trains_alike(make, Net)
+
+
+def test_no_step_compares_nothing() -> None:
+    with pytest.raises(ValueError, match="steps: expected at least 1, got 0"):
+        assert_trains_alike(adamw, Net, steps=0)
