@@ -75,6 +75,7 @@ def check_parameters(
         model: the module they belong to; None: there is none, or it has been checked.
         known: the parameters that are sharded already, with their names.
     """
+    _check_once(optimizer, names)
     for p in new:
         _check_parameter(p, names[p], group)
     everything = {**(known or {}), **{p: names[p] for p in new}}
@@ -119,6 +120,15 @@ def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) ->
                     f"optimizer: expected {type(optimizer).__name__} to find its parameters in param_groups, where "
                     f"slices take their place, found a list of its own in .{name}: let it loop over param_groups"
                 )
+
+
+def _check_once(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Raise ``ValueError`` if a parameter is in the param groups twice, which torch lets pass with a warning."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = [*map(id, params)]
+    if len(set(ids)) < len(ids):
+        name = next(names[p] for p in params if ids.count(id(p)) > 1)
+        raise ValueError(f"{name}: expected it once in the param groups, got it twice: leave one out")
 
 
 def _check_own_memory(named: Mapping[Tensor, str]) -> None:

@@ -239,6 +239,21 @@ def test_a_named_parameter_that_it_has_already_is_refused_and_it_trains_on() -> 
     run_ranks(work, 2)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_twice_in_a_group_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model, late = nn.Linear(3, 2), nn.Parameter(torch.ones(3))
+        with pytest.raises(ValueError, match="weight: expected it once in the param groups, got it twice"):
+            LowLevelZeroOptimizer(torch.optim.SGD([*model.parameters(), model.weight], lr=0.1), model=model)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        with pytest.raises(ValueError, match="expected it once in the param groups, got it twice"):
+            optimizer.add_param_group({"params": [late, late]})
+        optimizer.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+
+    run_ranks(work, 2, timeout=30)
+
+
 def test_a_group_that_shares_memory_with_what_is_sharded() -> None:
     def work(rank: int, world_size: int) -> None:
         p = nn.Parameter(torch.ones(7))
