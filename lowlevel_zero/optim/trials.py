@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Options: TypeAlias = dict[str, Any]
@@ -345,6 +346,15 @@ def step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor 
     optimizer.step()
 
 
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what communicates: all ranks try the same numbers, of which a mean over the ranks changes none."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            raise NoProbe("its step communicates by itself")
+        return function(*args, **(kwargs or {}))
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Run the body without effect on random number generators, and turn its exceptions into ``NoProbe``.
@@ -359,8 +369,9 @@ def undisturbed() -> Iterator[None]:
     for each in hooks:
         each.clear()
     stance = getattr(torch.compiler, "set_stance", lambda _: nullcontext())
+    alone = _Alone()  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"):
+        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"), alone:
             warnings.simplefilter("ignore")
             yield
     except NoProbe:

@@ -601,6 +601,22 @@ def test_what_a_class_adds_to_its_state_dict_goes_to_plain_torch_and_back() -> N
     run_ranks(work, 2)
 
 
+class AveragingByItself(Rule):
+    """Averages each gradient over the ranks, which has no effect where they have the same."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+
+def test_an_optimizer_that_communicates_by_itself_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        with pytest.raises(TypeError, match="could not be tried \\(its step communicates by itself\\)"):
+            choose_splits(AveragingByItself(Net().parameters()))
+
+    run_ranks(work, 2, timeout=30)
+
+
 class TriedInVain(Rule):
     """Fails on rank 1 where it steps others than the model's parameters, as a trial does."""
 
