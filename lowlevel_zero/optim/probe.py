@@ -153,7 +153,7 @@ def _difference(
                     f"its state {key!r} has tensors in a list, dict or object, or of another shape, which can't be "
                     "sliced"
                 )
-        return _state_of_no_parameter(whole) or _of_settings(unlike)
+        return _wrong_state(whole) or _of_settings(unlike)
 
     return _soon_or_late([whole, sliced], run, compare)
 
@@ -171,10 +171,19 @@ def _state_apart(state: Mapping[str, Any], param: Tensor) -> str | None:
     return None
 
 
-def _state_of_no_parameter(optimizer: Optimizer) -> str | None:
-    """Return what is wrong with the states under other keys than parameters, of which each rank has a part, or None."""
+def _wrong_state(optimizer: Optimizer) -> str | None:
+    """Return what is wrong with the states whatever the split, or None.
+
+    Of those under other keys than parameters each rank has a part. A tensor under two keys is two after loading.
+    """
     for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor) and not all(map(_is_single, tree_leaves(value))):
+        if isinstance(key, Tensor):
+            names: dict[int, str] = {}
+            for name, each in value.items():
+                first = names.setdefault(id(each), name)
+                if first != name and isinstance(each, Tensor):
+                    return f"its states {first!r} and {name!r} are one tensor, which would be two when they are loaded"
+        elif not all(map(_is_single, tree_leaves(value))):
             return f"its state {key!r}, which is of no parameter, has tensors or objects, which differ between ranks"
     return None
 
@@ -263,7 +272,7 @@ def _difference_of_owned(
                 )
             if not at % 2 and whole.state.get(param, {}).keys() != whole.state.get(wholes[at + 1], {}).keys():
                 return "it keeps a state with one parameter that others of the same kind lack, and owners change"
-        return _state_of_no_parameter(whole) or _of_settings(unlike)
+        return _wrong_state(whole) or _of_settings(unlike)
 
     return _soon_or_late([whole, *ranks], run, compare)
 

@@ -492,6 +492,17 @@ def with_a_step_of_its_own(model: nn.Module) -> Optimizer:
     return optimizer
 
 
+class UnderTwoNames(Rule):
+    """Keeps each momentum under two names."""
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        if not state:
+            state["momentum"] = state["shown"] = torch.zeros_like(p)
+        state["momentum"].mul_(0.9).add_(gradient)
+        shown: Tensor = state["shown"]
+        return shown
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "a state with the first": (over_parameters(OfTheFirst), "keeps a state with one parameter that others .* lack"),
     "a closure": (over_parameters(Sharpness), "its step needs a closure"),
@@ -499,6 +510,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
         lambda model: WithItsOwnStateDict(SGD(model.parameters(), lr=0.05)),
         "it wraps another optimizer, SGD, whose states its own state dict alone has",
     ),
+    "one state of two names": (over_parameters(UnderTwoNames), "its states 'momentum' and 'shown' are one tensor"),
     "states of no parameter": (over_parameters(ByName), "its state 'momentum of 0', which is of no parameter, has"),
     "a norm over all": (over_parameters(TogetherSeldom), "its updates depend on other parameters"),
     "a norm over all, by an option of another name": (
