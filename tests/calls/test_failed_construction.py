@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -250,6 +250,23 @@ def test_a_parameter_that_is_twice_in_a_group_is_refused() -> None:
             optimizer.add_param_group({"params": [late, late]})
         optimizer.backward(model(torch.ones(2, 3)).sum())
         optimizer.step()
+
+    run_ranks(work, 2, timeout=30)
+
+
+class HoldsItsParameters(torch.optim.SGD):
+    """Keeps a list of its parameters beside its groups."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+
+def test_an_optimizer_with_a_list_of_parameters_of_its_own_is_refused() -> None:
+    def work(rank: int, world_size: int) -> None:
+        model = nn.Linear(3, 2)
+        with pytest.raises(TypeError, match="expected HoldsItsParameters to find .* found a list of its own in .all"):
+            LowLevelZeroOptimizer(HoldsItsParameters(model.parameters()), model=model)
 
     run_ranks(work, 2, timeout=30)
 
