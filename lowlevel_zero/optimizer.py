@@ -205,7 +205,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._settings = Settings(optimizer)
         self._untrained = Untrained(model, self.sharded_parameters, alive)
         self._make_groups()
-        self.calls = Calls(self.sharded_groups, self.shard_group, self._guard, self.step_state, self.streams)
+        ranks = self.sharded_parameters.shard_groups
+        self.calls = Calls(self.sharded_groups, ranks, self._guard, self.step_state, self.streams)
         self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
         make_handles(self.sharded_parameters, self.gradients)
         self._make_stepper(writes_unused)

@@ -117,7 +117,7 @@ class Contents:
         first = next(iter(optimizers.values()))
         self.group = first.shard_group
         apart = (group for each in optimizers.values() for group in each.sharded_parameters.shard_groups[1:])
-        self.groups = [self.group, *{group.group: group for group in apart}.values()]
+        self.groups = [self.group, *{_ranks_of(group): group for group in apart}.values()]
         self.entries: dict[str, Entry] = {}
         self.tied: dict[str, str] = {}
         number_of = self._enter(model)
@@ -131,8 +131,8 @@ class Contents:
     def _enter(self, model: nn.Module) -> dict[Tensor, int]:
         """Fill ``entries`` and ``tied``, and return the number of each tensor's shard group."""
         owners = _owners(self.optimizers)
-        number = {group.group: at for at, group in enumerate(self.groups) if at}
-        number_of = {p: number.get(owner.ranks.group, 0) for p, owner in owners.items()}
+        number = {_ranks_of(group): at for at, group in enumerate(self.groups) if at}
+        number_of = {p: number.get(_ranks_of(owner.ranks), 0) for p, owner in owners.items()}
         add_companions(number_of, model)
         names: dict[Tensor, str] = {}
         for name, tensor in named_tensors(model, persistent=True):
@@ -367,6 +367,11 @@ def _stateful(model: nn.Module) -> dict[str, nn.Module]:
         if type(module).get_extra_state is not nn.Module.get_extra_state and module not in found.values():
             found[joined(name, _EXTRA)] = module
     return found
+
+
+def _ranks_of(group: ShardGroup) -> tuple[int, ...]:
+    """Return the global ranks of a shard group; a process group may have been made twice."""
+    return tuple(dist.get_process_group_ranks(group.group))
 
 
 def _numbers_of_modules(module: nn.Module, numbers: Mapping[Tensor, int], around: int = 0) -> dict[nn.Module, int]:

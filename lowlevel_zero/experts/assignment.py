@@ -109,7 +109,7 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
             "or let experts be shared as the rest is"
         )
     number: dict[dist.ProcessGroup, int] = {pg: at for at, pg in enumerate([dp.group, *groups])}
-    number_of = {p: number[pg] for p, pg in group_of.items()}
+    number_of = {p: 0 for p in names if p.requires_grad} | {p: number[pg] for p, pg in group_of.items()}
     add_companions(number_of, model)
     return Assignment(groups, {tensor: at for tensor, at in number_of.items() if at})
 
@@ -167,7 +167,7 @@ def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> Non
     """Add to ``number_of`` the buffers and frozen parameters of modules that belong to one shard group."""
     for module in model.modules() if model is not None else ():
         parameters = list(module.parameters())
-        numbers = {number_of.get(p, 0) for p in parameters if p.requires_grad or p in number_of}
+        numbers = {number_of[p] for p in parameters if p in number_of}  # others may be another optimizer's
         if len(numbers) == 1:
             (number,) = numbers
             for tensor in (*parameters, *module.buffers()):

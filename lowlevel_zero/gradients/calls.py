@@ -22,17 +22,26 @@ class Calls:
 
     Args:
         groups: the parameters by the ranks that share them; the list may grow.
-        ranks: all data-parallel ranks.
+        shard_groups: all shard groups, also those of which this rank has no parameters; the first has all ranks.
         guard: raises for calls that can't be made.
         state: of the optimizer's step.
         streams: of the parameters' device.
+
+    Attributes:
+        has_experts: there are shard groups of a part of the ranks; alike on all ranks.
     """
 
     def __init__(
-        self, groups: Sequence[ShardedGroup], ranks: ShardGroup, guard: Guard, state: StepState, streams: Streams
+        self,
+        groups: Sequence[ShardedGroup],
+        shard_groups: Sequence[ShardGroup],
+        guard: Guard,
+        state: StepState,
+        streams: Streams,
     ) -> None:
         self._groups = groups
-        self._ranks = ranks
+        self._ranks = shard_groups[0]
+        self.has_experts = len(shard_groups) > 1
         self._guard = guard
         self._state = state
         self._streams = streams
@@ -69,7 +78,7 @@ class Calls:
         The ranks of experts may disagree among themselves alone, so where there are several shard groups, all ranks
         agree once more. The current stream then waits for all sums. Communicates.
         """
-        if len(self._groups) == 1:
+        if not self.has_experts:
             act(self._groups[0], call)
         else:
             self._agree_in_all_groups(call, act)

@@ -49,7 +49,7 @@ class OptimizerGradients:
         One collective brings the norms of all parameters, which are kept until gradients change.
         """
         self._check(norm_type)
-        if len(self._groups) > 1:
+        if self._calls.has_experts:
             raise RuntimeError(
                 f"{records[0].name}: expected norms of p.grad of parameters that all ranks share, but each rank has "
                 "experts of its own, whose norms others don't see: call optimizer.clip_grad_norm_ or "

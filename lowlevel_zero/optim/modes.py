@@ -53,8 +53,8 @@ def switch(
         if call.error is not None:
             if changes:
                 failure.note(call.error, Damage.PARAMETERS)
-        elif again and not changes and all(record.split.owner is None for record in parameters):
-            return  # (others don't see what changes of a parameter that one rank owns)
+        elif again and not changes and _all_see_changes(parameters):
+            return
     try:
         agree(call, lambda each, call: each.reducer.agree_on_syncs(call))
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
@@ -65,6 +65,11 @@ def switch(
         del call  # the traceback of its error holds this frame
     for each in groups:
         each.gathers.gather(each.records)
+
+
+def _all_see_changes(parameters: ParameterStore) -> bool:
+    """Return whether each rank has a part of all parameters: neither owners nor experts differ by rank."""
+    return len(parameters.shard_groups) == 1 and all(record.split.owner is None for record in parameters)
 
 
 def _switch(optim: Optimizer, name: str, parameters: ParameterStore) -> None:

@@ -470,3 +470,22 @@ def test_twins_that_have_come_to_differ_are_refused_on_all_ranks(tmp_path: Path)
     raised = run_ranks_expecting(save, 4, timeout=20)
     assert all("experts.0.calls" in each.message for each in raised)
     assert not (tmp_path / "it").exists()
+
+
+def test_an_expert_s_buffer_is_its_own_where_each_optimizer_has_a_group_of_the_same_ranks(tmp_path: Path) -> None:
+    def work(rank: int, world_size: int) -> float:
+        expert = nn.Linear(3, 3)
+        expert.register_buffer("calls", torch.tensor(float(rank)))
+        model = nn.ModuleDict({"dense": nn.Linear(3, 3), "expert": expert})
+        parts = {"matrices": [model["dense"].weight, expert.weight], "rest": [model["dense"].bias, expert.bias]}
+        optimizers = {}
+        for name, params in parts.items():
+            group = [dist.new_group([each]) for each in range(world_size)][rank]
+            own = [p for p in params if p is expert.weight or p is expert.bias]
+            optimizers[name] = LowLevelZeroOptimizer(torch.optim.SGD(params, lr=0.1), {group: own}, model=model)
+        save_checkpoint(tmp_path / "it", model, optimizers)
+        expert.calls.fill_(7.0)
+        load_checkpoint(tmp_path / "it", model, optimizers)
+        return expert.calls.item()
+
+    assert run_ranks(work, 2, timeout=30) == [0.0, 1.0]

@@ -287,3 +287,31 @@ def test_experts_of_another_dtype_on_one_rank_are_refused_when_they_are_added() 
         optimizer.step()
 
     run_ranks(work, 2, timeout=30)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_experts_of_one_rank_may_be_frozen_where_others_train_theirs(later: bool) -> None:
+    def work(rank: int, world_size: int) -> list[float]:
+        torch.manual_seed(0)
+        group = [dist.new_group([each]) for each in range(world_size)][rank]
+        dense, expert = nn.Linear(3, 3), nn.Linear(3, 3)
+        model = nn.ModuleDict({"dense": dense, "experts": nn.ModuleDict({str(rank): expert})})
+        expert.requires_grad_(rank == 0)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        listed = {group: list(expert.parameters())}
+        optimizer = LowLevelZeroOptimizer(sgd, listed, model=model, clip_grad_norm=1.0)
+        norms = []
+        for step in range(3):
+            if later and step == 1:
+                expert.requires_grad_(True)
+                optimizer.add_param_group({"params": list(expert.parameters()) if rank == 1 else []})
+            optimizer.backward(expert(dense(torch.ones(2, 3) * (rank + 1))).square().sum())
+            optimizer.step()
+            norms.append(optimizer.get_grad_norm())
+            optimizer.zero_grad()
+        optimizer.verify()
+        return [norm for norm in norms if norm is not None]
+
+    first, second = run_ranks(work, 2, timeout=30)
+    assert first == second
+    assert len(first) == 3
