@@ -61,7 +61,7 @@ class AwaitedParameter(nn.Parameter):
             wait_for(p)
         if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             return nn.Parameter(args[0])  # for a class of tensors it wants detach to return that class
-        if awaited:  # parameters are ordinary by now, and other arguments may be of a class of their own
+        if awaited and next(_awaited_in([args, kwargs]), None) is None:  # others may be of a class of their own
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

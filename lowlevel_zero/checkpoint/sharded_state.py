@@ -186,7 +186,7 @@ class ShardedState:
             sample = first[_sample_shape(record)][record.group]
             for key, each in (expected := _expected(sample, record)).items():
                 is_number = record.split.owner is None and key in sample and sample[key].dim() == 0
-                room = torch.zeros((), dtype=each.dtype) if is_number else self._room(key, each, expected, record)
+                room = torch.zeros((), dtype=each.dtype, device="cpu") if is_number else self._room(key, each, expected, record)
                 found.setdefault(name, {})[key] = room
         return found
 
