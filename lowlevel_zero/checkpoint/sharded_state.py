@@ -186,7 +186,8 @@ class ShardedState:
             sample = first[_sample_shape(record)][record.group]
             for key, each in (expected := _expected(sample, record)).items():
                 is_number = record.split.owner is None and key in sample and sample[key].dim() == 0
-                room = torch.zeros((), dtype=each.dtype, device="cpu") if is_number else self._room(key, each, expected, record)
+                number = torch.zeros((), dtype=each.dtype, device="cpu")
+                room = number if is_number else self._room(key, each, expected, record)
                 found.setdefault(name, {})[key] = room
         return found
 

@@ -306,7 +306,7 @@ class Judge:
     def _give_up(self, here: dict[int, Entry], raised: list[int]) -> bool:
         """Whether ranks have waited in vain for others to construct an optimizer over two levels of ranks."""
         alone = [rank for rank in raised if re.search("waited .* in vain for rank", str(here[rank].error))]
-        alone = [rank for rank in alone if here[rank].call.name == "construct"]
+        alone = [rank for rank in alone if here[rank].call.name in ("construct", "train anew")]
         for rank in alone:
             self._pass(rank)
         self.is_over = bool(alone) and len(alone) < len(raised)

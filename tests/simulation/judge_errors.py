@@ -70,7 +70,7 @@ def _judge_steps(rank: int, log: Log) -> None:
         # A rank asks for the loss scale before it runs a backward by gradient.
         if error is not None and injected and call.name in BACKWARDS and not error.stack[0].endswith(" loss_scale"):
             lost.add(call.of)
-        elif call.name in ("zero_grad", "zero_grad to zeros") and error is None:
+        elif call.name in ("zero_grad", "zero_grad to zeros", "load", "restore") and error is None:
             lost.discard(call.of)
         elif call.name in ("step", "closure", "synchronize") and error is None and call.of in lost:
             raise Failure("stepped", f"rank {rank} at {entry.place}: gradients were lost before")

@@ -242,7 +242,9 @@ class Rank:
         gradient = record.p32.grad
         entry.absent = gradient is None  # where that was set to None
         if gradient is not None and entry.call.name == "scale":
-            gradient.mul_(entry.call.amount)
+            entry.absent = not _is_sharded(gradient)  # it was assigned, and nobody hears of what is made of it
+            if not entry.absent:
+                gradient.mul_(entry.call.amount)
         elif gradient is not None:
             gradient.zero_()
             if record.worked:  # on some rank
@@ -383,6 +385,9 @@ class Rank:
         if self.program.schedule % 2:
             self.retired.append(self.optimizers[of])
         self.optimizers[of] = self._optimizer(part, self.nets[of])
+        for p in net.late_group(part, list(self.nets[of].weights))["params"] if part.late else ():
+            p.requires_grad_(False)  # until they are added again
+            p.grad = None
         for each in self.retired[-1:]:
             try:
                 each.step()

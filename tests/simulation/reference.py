@@ -219,12 +219,9 @@ class PartReference:
         self.waits = [not with_local and self._waits(rank) for rank in range(self.ranks)]
         for rank in range(self.ranks) if with_local else ():
             self._reduce(rank)
-        untrained = () if self.joined else self.part.late  # by a new optimizer, which joined the former one
         for own, waits in zip(self.own, self.waits, strict=True):
             if not waits:
                 for key, gradient in own.items():
-                    if key[0] in untrained:
-                        continue
                     self.base[key] = self.base[key] + gradient if key in self.base else gradient
                 own.clear()
         self.forget_drops()
@@ -411,7 +408,7 @@ class PartReference:
         other = PartReference(self.program, self.number)
         for key, p in self.weights.items():
             other.weights[key].copy_(p)
-            other.weights[key].requires_grad_(p.requires_grad)  # late ones that have joined the former optimizer
+            other.weights[key].requires_grad_(p.requires_grad and key[0] not in self.part.late)
         for key, master in other.masters.items():
             master.copy_(self.weights[key])
         other.saved, other.kept = self.saved, self.kept
