@@ -346,10 +346,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         failed, self.step_state.failure.deferred = True, None
         StepState.in_backward.append(self.step_state)
         try:
-            self.step_state.wake_up()
             with ExitStack() as begins:
                 for each in reversed(self.sharded_groups):
                     begins.callback(each.reducer.begin, loss, inputs, by_itself)
+                begins.callback(self.step_state.wake_up)  # first; if it fails, this sync still comes before others'
             context = self.options.backward_context or nullcontext
             with context(), nullcontext(loss) if scaler is None else self._scaled(loss, scaler.scale) as scaled:
                 yield scaled

@@ -64,6 +64,16 @@ FAILING: dict[str, tuple[Program, str]] = {
         replace(_failing("backward", "sleep", "plain", "step", carrier="nccl"), schedule=1),
         "_copied",
     ),
+    "brings back what sleeps, in a pass within another optimizer's": (
+        Program(
+            2,
+            "nccl",
+            (Part((Weight(),), ((0,),)),) * 2,
+            ((Call("backward", of=1),) * 2, (Call("sleep", of=1),) * 2, (Call("nested"),) * 2),
+            fault=Fault(0, NEVER),
+        ),
+        "_move",
+    ),
     "follows a write, where others have gradients": (
         Program(
             2,
