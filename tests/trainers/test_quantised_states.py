@@ -60,6 +60,13 @@ def adamw8bit(params: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.fixture(autouse=True)
+def _compiling_as_before() -> Iterator[None]:
+    """Other tests of this process compile."""
+    yield
+    torch.compiler.set_stance("default")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
