@@ -68,7 +68,7 @@ _log = logging.getLogger("lowlevel_zero")
 
 @cache
 def _leave_to_python() -> None:
-    """Have ``torch.compile`` run this package's functions as they are, once a process.
+    """Tell ``torch.compile``, once a process, to run this package's functions uncompiled.
 
     Where it compiles a function that calls ``backward`` or ``step``, it would trace the exchange of the ranks.
     """

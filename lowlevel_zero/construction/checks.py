@@ -110,7 +110,7 @@ def check_group(param_group: Any, parameters: ParameterStore) -> None:
 
 
 def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) -> None:
-    """Raise ``TypeError`` if an optimizer holds parameters in a list beside its groups, which will hold slices."""
+    """Raise ``TypeError`` if an optimizer keeps parameters outside of its param groups, which will hold slices."""
     sought = set(trained)
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state") and isinstance(value, (list, tuple, set, dict)):

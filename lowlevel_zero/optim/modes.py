@@ -73,7 +73,7 @@ def _all_see_changes(parameters: ParameterStore) -> bool:
 
 
 def _switch(optim: Optimizer, name: str, parameters: ParameterStore) -> None:
-    """Call the wrapped optimizer's method ``name`` for what this rank owns; it may write slices."""
+    """Call the wrapped optimizer's method ``name`` for this rank's own slices, which it may write."""
     try:
         OwnedStep(optim, parameters)(name)
     finally:

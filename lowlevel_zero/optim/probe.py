@@ -172,7 +172,7 @@ def _state_apart(state: Mapping[str, Any], param: Tensor) -> str | None:
 
 
 def _wrong_state(optimizer: Optimizer) -> str | None:
-    """Return what is wrong with the states whatever the split, or None.
+    """Return a text about states that no split can keep, or None.
 
     Of those under other keys than parameters each rank has a part. A tensor under two keys is two after loading.
     """
@@ -196,7 +196,7 @@ def _is_single(leaf: object) -> bool:
 
 
 def _of_settings(unlike: Sequence[str | None]) -> str | None:
-    """Return what is wrong with a class that was found to set its param groups otherwise on some ranks, or None."""
+    """Return a text about a setting that some ranks would make otherwise, or None."""
     key = next(filter(None, unlike), None)
     return f"it sets {key!r} of its param groups, which wouldn't be alike on all ranks" if key else None
 

@@ -113,7 +113,7 @@ def check_and_choose(
 
 
 def of_16_bits(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Return those of ``dtypes`` that have 16 bits."""
+    """Return the 16-bit dtypes among ``dtypes``."""
     return sorted({dtype for dtype in dtypes if dtype.itemsize == 2}, key=str)
 
 

@@ -295,7 +295,7 @@ def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:
-    """Return examples of each kind of parameters; those that differ only in numbers, or in names, are of one kind.
+    """Return examples of each kind of parameters; parameters that differ only in numbers or names are of one kind.
 
     A kind's examples are the first, and those with the least and the largest of each number that differs: a threshold
     may bind for some alone. Their learning rate is ``lr``.
