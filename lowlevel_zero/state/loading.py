@@ -81,7 +81,7 @@ def states_of_no_parameter(optim: Optimizer) -> State:
 
 
 def added_to(state_dict: Mapping[str, Any]) -> State:
-    """Return what a state dict has beside states, groups, and what this package adds."""
+    """Return the entries that a class adds to its state dict, besides states and groups."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", EXTRAS)}
 
 
