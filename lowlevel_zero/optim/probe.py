@@ -18,7 +18,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from .trials import LARGE, NoProbe, counters, kinds_to_try, skip_ahead, step, twin, undisturbed, unlike_settings
+from .trials import (
+    LARGE,
+    NoProbe,
+    counters,
+    kinds_to_try,
+    refuse_communication,
+    skip_ahead,
+    step,
+    twin,
+    undisturbed,
+    unlike_settings,
+)
 
 # Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
 Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[list[Tensor]]]
@@ -58,6 +69,7 @@ def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collecti
     """
     try:
         with undisturbed():
+            refuse_communication(optimizer)
             found = _difference_of_owned(optimizer, dims, drops=True)
     except NoProbe:
         found = _tried(partial(_difference_of_owned, dims=dims, drops=False), optimizer)
@@ -68,6 +80,7 @@ def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) 
     """Return the difference that a trial of the optimizer finds, or why it could not be tried; None for none."""
     try:
         with undisturbed():
+            refuse_communication(optimizer)
             return difference(optimizer)
     except NoProbe as failure:
         return f"it could not be tried ({failure})"

@@ -346,8 +346,24 @@ def step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor 
     optimizer.step()
 
 
+def refuse_communication(optimizer: Optimizer) -> None:
+    """Raise ``NoProbe`` if a first step of a fresh optimizer communicates.
+
+    All ranks try the same numbers, of which a mean over the ranks changes none.
+    """
+    params: list[Tensor] = [torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu")) for _ in range(2)]
+    other = fresh(optimizer, [own_options(optimizer.param_groups[0])], [params])
+    try:
+        with _Alone():  # type: ignore[no-untyped-call]
+            step(other, params, map(torch.ones_like, params))
+    except NoProbe:
+        raise
+    except Exception:  # it takes no such shape, which a comparison finds
+        return
+
+
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what communicates: all ranks try the same numbers, of which a mean over the ranks changes none."""
+    """Raises ``NoProbe`` where an operation communicates."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
@@ -369,9 +385,8 @@ def undisturbed() -> Iterator[None]:
     for each in hooks:
         each.clear()
     stance = getattr(torch.compiler, "set_stance", lambda _: nullcontext())
-    alone = _Alone()  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"), alone:
+        with torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager"):
             warnings.simplefilter("ignore")
             yield
     except NoProbe:
