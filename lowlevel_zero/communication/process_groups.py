@@ -142,7 +142,13 @@ class GroupContext:
 
 
 class _Entry(str):
-    """A value in torch's map of groups; its deletion tells that torch has forgotten the group."""
+    """A value in torch's map of groups; its deletion tells that torch has forgotten the group.
+
+    Attributes:
+        before: the value that it stands for, which may be another module's entry of this kind.
+    """
+
+    before: str
 
 
 _contexts: WeakKeyDictionary[dist.ProcessGroup, GroupContext] = WeakKeyDictionary()
@@ -154,8 +160,9 @@ def context_of(group: dist.ProcessGroup) -> GroupContext:
     if context is None:
         context = _contexts[group] = GroupContext(group)
         configs = dist.distributed_c10d._world.pg_backend_config
-        configs[group] = _Entry(configs[group])
-        finalize(configs[group], context.end).atexit = False
+        entry = _Entry(configs[group])
+        entry.before, configs[group] = configs[group], entry
+        finalize(entry, context.end).atexit = False
     return context
 
 

@@ -67,6 +67,12 @@ def test_all_contestants_train_alike(tmp_path: Path, arguments: list[str]) -> No
 
 
 @pytest.mark.soak
+def test_an_older_tree_trains_beside_todays_in_one_process(tmp_path: Path) -> None:
+    found = _measure(tmp_path, "--older=HEAD", "--contestants", "ours-2", "older-2", "--rounds=2")["contestants"]
+    assert found["older-2"]["losses"] == found["ours-2"]["losses"]
+
+
+@pytest.mark.soak
 def test_the_command_runs_one_alone(tmp_path: Path) -> None:
     out = tmp_path / "alone.json"
     command = [sys.executable, "-m", "benchmarks.step", *SMALL, "--alone=ours-2", "--keep=no", f"--out={out}"]
