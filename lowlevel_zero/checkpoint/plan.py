@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..state.boxes import Box, Shape, Spans, boxes_in_memory
 from .manifest import OBJECTS
-from .tensor_bytes import ALIGNMENT, TensorBytes
+from .tensor_bytes import TensorBytes
 
 TENSORS = "__{}_0.distcp"  # the file of each rank's tensors
 
@@ -104,11 +104,6 @@ def name_of(path: Keys) -> str:
     return ".".join(map(str, path))
 
 
-def aligned(offset: int) -> int:
-    """Round an offset up to the next one at which a tensor may begin."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
 def metadata_of(share: Share, ranks: int) -> bytes:
     """Return the pickled content of ``.metadata``, torch.distributed.checkpoint's index.
 
@@ -128,10 +123,9 @@ def metadata_of(share: Share, ranks: int) -> bytes:
         found: list[_StorageInfo] = []
         for part, writer in enumerate(tensor.writers):
             for box, layout in tensor.boxes(part):
-                at = aligned(ends[writer])
-                ends[writer] = at + layout.length
                 chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-                found.append(_StorageInfo(TENSORS.format(writer), at, layout.length))
+                found.append(_StorageInfo(TENSORS.format(writer), ends[writer], layout.length))
+                ends[writer] += layout.length
         for path in (tensor.path, *aliases.get(tensor.path, ())):
             name = name_of(path)
             paths[name] = path

@@ -30,10 +30,12 @@ from .folders import check_target, prune
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed
 from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, names_text
-from .plan import Keys, Share, aligned, name_of
+from .plan import Keys, Share, name_of
 from .storage import CheckpointWriter
 
 _log = logging.getLogger("lowlevel_zero")
+
+_ALIGNMENT = 64  # bytes
 
 
 def save_checkpoint(
@@ -156,8 +158,8 @@ class Saving(Background[Path]):
         """
         places, end = {}, 0
         for keys, value in values.items():
-            places[keys] = slice(aligned(end), aligned(end) + value.nbytes)
-            end = places[keys].stop
+            places[keys] = slice(end, end + value.nbytes)
+            end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
         devices = {value.device for value in values.values()}
         pins = streams_of(devices).pins
         fits = former is not None and former.nbytes >= end and former.is_pinned() == pins

@@ -16,7 +16,7 @@ from ..communication.failed_ranks import lost_rank_error
 from .checksum import Checksum, FileSum
 from .folders import NotSynced, claim, clear_remains, path_beside, publish
 from .manifest import MANIFEST, METADATA, Manifest
-from .plan import TENSORS, Share, aligned, metadata_of
+from .plan import TENSORS, Share, metadata_of
 from .tensor_bytes import memory_of
 
 # Why an asynchronous save may find its ranks gone.
@@ -32,7 +32,6 @@ class SummedFile:
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] = path.open("wb")
         self._checksum = Checksum()
-        self.length = 0
 
     def __enter__(self) -> SummedFile:
         return self
@@ -47,7 +46,6 @@ class SummedFile:
             piece = view[at : at + _PIECE]
             self._checksum.add(piece)
             self._file.write(piece)
-        self.length += len(view)
 
     def sync(self) -> FileSum:
         """Flush the file to the disk, and return its length and checksum."""
@@ -110,9 +108,8 @@ class CheckpointWriter:
                     host, at = self._share.values[tensor.path].cpu(), 0
                     for _, layout in tensor.boxes(part):
                         stop = at + layout.nbytes // layout.dtype.itemsize
-                        file.write(bytes(aligned(file.length) - file.length) + layout.head())
+                        file.write(layout.head())
                         file.write(memory_of(host[at:stop]))
-                        file.write(layout.tail())
                         at = stop
             return file.sync()
 

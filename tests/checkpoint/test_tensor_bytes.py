@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from lowlevel_zero.checkpoint.tensor_bytes import ALIGNMENT, TensorBytes, head_length, memory_of
+from lowlevel_zero.checkpoint.tensor_bytes import TensorBytes, head_length, memory_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint16, torch.complex64)
 
@@ -21,9 +22,8 @@ def test_torch_reads_any_dtype_in_any_memory_order(dtype: torch.dtype) -> None:
             flat = torch.arange(torch.Size(shape).numel()).remainder(2).to(dtype)
             tensor = flat.view(shape).permute(order)
             layout = TensorBytes(dtype, tensor.shape, tensor.stride())
-            data = layout.head() + memory_of(flat) + layout.tail()
+            data = layout.head() + memory_of(flat)
             assert len(layout.head()) == head_length(dtype, len(shape))
-            assert len(layout.head()) % ALIGNMENT == 0
             assert len(data) == layout.length
             read = torch.load(io.BytesIO(data), weights_only=True)
             assert (read.dtype, read.shape, read.stride()) == (dtype, tensor.shape, tensor.stride())
@@ -36,13 +36,11 @@ def elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_tensor_of_more_than_4_gib(tmp_path: Path) -> None:
-    """Its file takes no room on the disk, and is mapped."""
+    """Its file takes no room on the disk, and its values aren't read."""
     layout = TensorBytes(torch.uint8, (2**32 + 8,), (1,))
     with (tmp_path / "large").open("wb") as file:
         file.write(layout.head())
-        file.seek(layout.nbytes - 2, io.SEEK_CUR)
-        file.write(b"\1\2" + layout.tail())
-    assert (tmp_path / "large").stat().st_size == layout.length
-    read = torch.load(tmp_path / "large", mmap=True, weights_only=True)
-    assert read.shape == (2**32 + 8,)
-    assert read[-3:].tolist() == [0, 1, 2]
+        file.truncate(layout.length)
+    with (tmp_path / "large").open("rb") as file, FakeTensorMode():
+        read = torch.load(file, map_location="cpu", weights_only=True)
+    assert (read.shape, read.dtype) == ((2**32 + 8,), torch.uint8)
