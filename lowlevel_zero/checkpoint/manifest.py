@@ -19,7 +19,7 @@ import torch
 from ..state.global_names import Expert
 from .checksum import FileSum
 
-FORMAT = 2  # the version that is written, and the only one that is read
+FORMAT = 3  # the version that is written, and the only one that is read
 MANIFEST = "lowlevel_zero.json"
 OBJECTS = "objects.pt"
 RANK_STATE = "rank_{}.pt"  # each rank's own, if it gave one

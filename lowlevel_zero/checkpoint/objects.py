@@ -1,7 +1,7 @@
 """The values of a checkpoint that are no tensors: pickles of data alone. Nothing in one is ever run.
 
-They are one file. It begins with the values that ``torch.distributed.checkpoint`` finds by name, a pickle each:
-settings of param groups, states that are numbers, extra states of modules. The rest of the file is one more pickle.
+They are one file. Settings of param groups, states that are numbers and extra states of modules are there once more
+under names by which ``torch.distributed.checkpoint`` finds them, behind the first rank's tensors.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from .manifest import METADATA, OBJECTS, TAKE_ANOTHER
 from .optimizers import Name, called
-from .plan import Keys, Pickled, name_of
+from .plan import Keys, name_of
 
 Settings: TypeAlias = dict[str, Any]
-_GROUPS, _STATES = "param_groups", "states"  # the settings that torch's tools find by name
 
 
 @dataclass(frozen=True)
@@ -47,29 +45,15 @@ class Objects:
     def by_keys(self) -> dict[Keys, Any]:
         """Return the values that torch's tools find by name; the param groups of all optimizers are one list."""
         found: dict[Keys, Any] = {("model", name): value for name, value in self.model.items()}
-        groups = [group for settings in self.optimizers.values() for group in settings[_GROUPS]]
-        states = {name: own for each in self.optimizers.values() for name, own in each[_STATES].items()}
+        groups = [group for settings in self.optimizers.values() for group in settings["param_groups"]]
+        states = {name: own for each in self.optimizers.values() for name, own in each["states"].items()}
         found |= {("optim", "state", name, key): value for name, own in states.items() for key, value in own.items()}
-        found |= {("optim", _GROUPS, at, key): value for at, group in enumerate(groups) for key, value in group.items()}
+        for at, group in enumerate(groups):
+            found |= {("optim", "param_groups", at, key): value for key, value in group.items()}
         return {keys: each for path, value in found.items() for keys, each in _leaves(path, value)}
 
-    def to_file(self, named: Mapping[Keys, Any]) -> tuple[bytes, list[Pickled]]:
-        """Return the file's content, and where in it the ``named`` values are; tensors among them are left out."""
-        content, places = io.BytesIO(), []
-        for keys, value in named.items():
-            if not isinstance(value, Tensor):
-                at = content.tell()
-                torch.save(value, content)
-                places.append(Pickled(keys, at, content.tell() - at))
-        optimizers = {}
-        for name, settings in self.optimizers.items():
-            others = {key: value for key, value in settings.items() if key not in (_GROUPS, _STATES)}
-            optimizers[name] = {**others, _GROUPS: len(settings[_GROUPS])}
-        content.write(packed({"optimizers": optimizers, "extra": self.extra}, "the checkpoint's objects"))
-        return content.getvalue(), places
-
-    def check(self) -> None:
-        """Check that all can be read back.
+    def to_bytes(self) -> bytes:
+        """Return the content of the file, once all values are found to be such that they can be read back.
 
         Raises:
             TypeError: ``torch.load(weights_only=True)`` could not read a part, which is named.
@@ -81,7 +65,7 @@ class Objects:
                 f"{twice}: expected one value of this name, got two, as of {{'a.b': 1, 'a': {{'b': 2}}}}: rename one"
             )
         try:
-            packed(vars(self), "the checkpoint's objects")
+            return packed(vars(self), "the checkpoint's objects")
         except TypeError:
             for name, settings in self.optimizers.items():
                 for key, value in settings.items():
@@ -103,37 +87,9 @@ def _leaves(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
         yield keys, value
 
 
-def read_objects(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> Objects:
-    """Read the objects of the checkpoint ``folder``; tensors among them come from ``tensors``, by name.
-
-    Raises:
-        ValueError: the file is damaged, or more than data.
-        OSError: it can't be read.
-    """
-    path = folder / OBJECTS
-    data = memoryview(path.read_bytes())
-    try:
-        flat: dict[str, Any] = dict(tensors)
-        end = 0
-        for name, described in metadata.state_dict_metadata.items():
-            if isinstance(described, BytesStorageMetadata):
-                place = metadata.storage_data[MetadataIndex(name)]
-                if place.relative_path != OBJECTS:
-                    raise ValueError(f"{name}: expected a tensor, got a pickle")
-                flat[name] = unpacked(data[place.offset : place.offset + place.length])
-                end = max(end, place.offset + place.length)
-        rest = unpacked(data[end:])
-        nested = unflatten_state_dict(flat, {name: metadata.planner_data[name] for name in flat})
-    except Exception as error:  # a damaged or hostile pickle may raise anything
-        raise ValueError(_refused(path, error)) from error
-    states, groups = (nested.get("optim", {}).get(key, empty) for key, empty in (("state", {}), (_GROUPS, [])))
-    optimizers = rest["optimizers"]
-    for settings in optimizers.values():
-        count = settings[_GROUPS]
-        settings[_GROUPS], groups = groups[:count], groups[count:]
-        names = {name for group in settings[_GROUPS] for name in group["params"]}
-        settings[_STATES] = {name: own for name, own in states.items() if name in names}
-    return Objects(optimizers, nested.get("model", {}), rest["extra"])
+def read_objects(folder: Path) -> Objects:
+    """Read the objects of the checkpoint ``folder``; raises as ``read_data`` does."""
+    return Objects(**read_data(folder / OBJECTS))
 
 
 def packed(value: object, what: str) -> bytes:
@@ -142,10 +98,10 @@ def packed(value: object, what: str) -> bytes:
     Raises:
         TypeError: ``torch.load(weights_only=True)`` would not take it back.
     """
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        unpacked(buffer.getvalue())
+        content = saved_bytes(value)
+        unpacked(content)
+        return content
     except Exception as error:  # pickling calls whatever the object brings along
         place, refused = next((pair for pair in tree_leaves_with_path(value) if not _is_taken(pair[1])), ((), value))
         raise TypeError(
@@ -153,18 +109,22 @@ def packed(value: object, what: str) -> bytes:
             f"tensors, lists, dicts), got a {type(refused).__module__}.{type(refused).__qualname__}: convert it to one "
             "of them"
         ) from error
-    return buffer.getvalue()
 
 
 def _is_taken(value: object) -> bool:
     """Return whether ``torch.load(weights_only=True)`` takes ``value`` back."""
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        unpacked(buffer.getvalue())
+        unpacked(saved_bytes(value))
     except Exception:
         return False
     return True
+
+
+def saved_bytes(value: object) -> bytes:
+    """Return what ``torch.save`` writes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def unpacked(data: bytes | memoryview) -> Any:
@@ -183,12 +143,8 @@ def read_data(path: Path) -> Any:
     try:
         return unpacked(data)
     except Exception as error:  # a damaged or hostile pickle may raise anything
-        raise ValueError(_refused(path, error)) from error
-
-
-def _refused(path: Path, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return f"{path}: refused, it is damaged or not data alone: {reason:.300}"
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{path}: refused, it is damaged or not data alone: {reason:.300}") from error
 
 
 # All classes of torch.distributed.checkpoint's ``.metadata``. None of them does anything when it is made.

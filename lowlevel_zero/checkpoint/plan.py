@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..state.boxes import Box, Shape, Spans, boxes_in_memory
-from .manifest import OBJECTS
 from .tensor_bytes import TensorBytes
 
 TENSORS = "__{}_0.distcp"  # the file of each rank's tensors
@@ -64,20 +63,6 @@ class PlannedTensor(NamedTuple):
         return [part for part, writer in enumerate(self.writers) if writer == rank]
 
 
-class Pickled(NamedTuple):
-    """A value that is no tensor.
-
-    Attributes:
-        path: its keys.
-        offset: where its pickle begins, in the file of objects.
-        length: the bytes of the pickle.
-    """
-
-    path: Keys
-    offset: int
-    length: int
-
-
 @dataclass
 class Share:
     """The part of a checkpoint that this rank writes.
@@ -88,7 +73,7 @@ class Share:
         values: by the keys of the tensors that this rank writes, the elements of its parts, 1-D.
         tied: keys of further names of tensors, with the keys of the first name.
         files: the content of further files, by name.
-        pickles: the values in one of these files that torch's tools find by name.
+        pickles: by keys, what isn't a tensor but is to be found by torch's tools; behind this rank's tensors.
     """
 
     plan: list[PlannedTensor]
@@ -96,7 +81,7 @@ class Share:
     values: dict[Keys, Tensor]
     tied: dict[Keys, Keys]
     files: dict[str, bytes] = field(default_factory=dict)
-    pickles: list[Pickled] = field(default_factory=list)
+    pickles: dict[Keys, bytes] = field(default_factory=dict)
 
 
 def name_of(path: Keys) -> str:
@@ -132,9 +117,10 @@ def metadata_of(share: Share, ranks: int) -> bytes:
             described[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
             for number, (chunk, place) in enumerate(zip(chunks, found, strict=True)):
                 places[MetadataIndex(name, chunk.offsets, number)] = place
-    for each in share.pickles:
-        name = name_of(each.path)
-        paths[name] = each.path
+    for path, content in share.pickles.items():
+        name = name_of(path)
+        paths[name] = path
         described[name] = BytesStorageMetadata()
-        places[MetadataIndex(name)] = _StorageInfo(OBJECTS, each.offset, each.length)
+        places[MetadataIndex(name)] = _StorageInfo(TENSORS.format(0), ends[0], len(content))
+        ends[0] += len(content)
     return pickle.dumps(Metadata(described, paths, places))

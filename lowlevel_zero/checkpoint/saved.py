@@ -65,15 +65,7 @@ class SavedCheckpoint:
     @cached_property
     def objects(self) -> Objects:
         """Return the values that are no tensors of parameters, buffers or states."""
-        known = {*self.manifest.tensors, *self.manifest.tied}
-        tensors: dict[str, Tensor] = {}
-        for name, described in self.metadata.state_dict_metadata.items():
-            keys = self.metadata.planner_data[name]
-            is_objects = keys[:2] != _STATE and not (keys[0] == "model" and keys[1] in known)
-            if is_objects and isinstance(described, TensorStorageMetadata):
-                tensors[name] = torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
-                self._fill(name, tensors[name], tensors[name].stride())
-        return read_objects(self.path, self.metadata, tensors)
+        return read_objects(self.path)
 
     @cached_property
     def model(self) -> dict[str, Tensor]:

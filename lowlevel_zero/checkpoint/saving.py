@@ -28,7 +28,7 @@ from .background import Background
 from .contents import Contents, in_memory, planned_tensor
 from .folders import check_target, prune
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
-from .objects import Objects, Settings, packed
+from .objects import Objects, Settings, packed, saved_bytes
 from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, names_text
 from .plan import Keys, Share, name_of
 from .storage import CheckpointWriter
@@ -191,14 +191,15 @@ def _prepare(
     rank = contents.group.group_rank
     settings = {name: _settings(contents, name, schedulers[name]) for name in contents.optimizers}
     objects = Objects(settings, contents.extra_states, extra)
-    objects.check()
+    content = objects.to_bytes()
     share = contents.share()
     lines += [f"{name_of(each.path)} {each.dtype} {each.shape}" for each in share.plan if each.path[0] == "optim"]
     if rank_state is not None:
         share.files[RANK_STATE.format(rank)] = packed(rank_state, "rank_state")
     if rank == 0:
         named = objects.by_keys()
-        share.files[OBJECTS], share.pickles = objects.to_file(named)
+        share.files[OBJECTS] = content
+        share.pickles = {keys: saved_bytes(each) for keys, each in named.items() if not isinstance(each, Tensor)}
         tensors = {keys: in_memory(value).contiguous() for keys, value in named.items() if isinstance(value, Tensor)}
         share.plan += (planned_tensor(keys, value, [0]) for keys, value in tensors.items())
         share.values |= {keys: value.view(-1) for keys, value in tensors.items()}

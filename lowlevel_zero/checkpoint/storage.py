@@ -101,7 +101,7 @@ class CheckpointWriter:
         return sums | {name: write_through(self._written / name, content) for name, content in files}
 
     def _write_tensors(self, path: Path) -> FileSum:
-        """Write this rank's parts of all tensors to the file ``path`` in the plan's order, and return its checksum."""
+        """Write this rank's parts of all tensors to ``path`` in the plan's order, and pickles; return its checksum."""
         with SummedFile(path) as file:
             for tensor in self._share.plan:
                 for part in tensor.parts_of(self._rank):
@@ -111,6 +111,8 @@ class CheckpointWriter:
                         file.write(layout.head())
                         file.write(memory_of(host[at:stop]))
                         at = stop
+            for content in self._share.pickles.values():
+                file.write(content)
             return file.sync()
 
     def _settle(self, sums: dict[str, FileSum], error: Exception | None) -> None:

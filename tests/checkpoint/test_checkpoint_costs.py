@@ -82,7 +82,7 @@ def test_a_save_reads_nothing_and_a_load_each_byte_once(tmp_path: Path) -> None:
 
     for saving, loading in run_ranks(run, 2):
         assert saving < 0.02
-        assert 1.0 <= loading < 1.1
+        assert 0.99 <= loading < 1.1
 
 
 def test_a_load_fills_the_states_that_are_there(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(
         save_checkpoint(run / "former", pair.model, pair.optimizer, extra="former")
         message = ""
         began = time.monotonic()
-        with full_disk(30000 if rank == unlucky else 2**30):
+        with full_disk(10000 if rank == unlucky else 2**30):
             try:
                 save_checkpoint(run / "new", pair.model, pair.optimizer, async_save=asynchronous).wait()
             except RuntimeError as error:

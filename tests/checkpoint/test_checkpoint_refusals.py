@@ -179,7 +179,7 @@ def test_what_is_not_a_checkpoint_is_refused_and_told_from_one(saved: Path, tmp_
     empty.mkdir()
     later = copied(saved, tmp_path / "else" / "later")
     content = json.loads((later / "lowlevel_zero.json").read_text())
-    (later / "lowlevel_zero.json").write_text(json.dumps({**content, "format": 3}))
+    (later / "lowlevel_zero.json").write_text(json.dumps({**content, "format": 4}))
     cases = {
         file: "NotADirectoryError: .*got a file",
         file / "below": "NotADirectoryError|FileNotFoundError",
@@ -187,7 +187,7 @@ def test_what_is_not_a_checkpoint_is_refused_and_told_from_one(saved: Path, tmp_
         empty / "x" / "y": "FileNotFoundError: .*finds none either",
         foreign: "ValueError: .*torch.distributed.checkpoint's own: use dcp.load",
         empty: "ValueError: .*expected a checkpoint of lowlevel_zero",
-        later: "ValueError: .*expected format 2, got 3: load it with the version",
+        later: "ValueError: .*expected format 3, got 4: load it with the version",
     }
     for pattern, said in zip(cases.values(), load_refused(list(cases)), strict=True):
         for line in said:
