@@ -12,14 +12,14 @@ import os
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 
 from .tensor_bytes import memory_of
 
 _BLOCK = 2**16  # bytes
-_PIECE = 2**20  # bytes of a file that are checked at a time, of which the process holds as many
+_PIECE = 2**20  # bytes of a file that are summed at a time, of which the process holds as many
 
 
 class FileSum(NamedTuple):
@@ -36,47 +36,63 @@ class FileSum(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> FileSum:
         """Read a file through a memory map, and return its length and checksum."""
-        found = Checksum()
+        crc = 0
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else nullcontext(b"") as mapped:
                 for at in range(0, size, _PIECE):
                     with memoryview(mapped) as whole, whole[at : at + _PIECE] as piece:
-                        found.add(piece)
+                        crc = _added(piece, crc)
                     if hasattr(mapped, "madvise"):
                         mapped.madvise(mmap.MADV_DONTNEED, at, min(_PIECE, size - at))
-        return found.sum()
+        return cls(size, crc)
 
 
-class Checksum:
-    """The checksum of bytes that come in pieces of any length."""
+class SummedFile:
+    """A file that is written from beginning to end, while its checksum is computed."""
 
-    def __init__(self) -> None:
-        self._bytes = self._crc = self._filled = 0
-        self._begun = bytearray(_BLOCK)  # a block of which a part has come
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("wb")
+        self._piece, self._filled = bytearray(_PIECE), 0
+        self._bytes = self._crc = 0
 
-    def add(self, data: memoryview) -> None:
-        """Add the next bytes to the checksum; they lie in writable memory."""
-        self._bytes += len(data)
-        if self._filled or len(data) < _BLOCK:
-            taken = min(len(data), _BLOCK - self._filled)
-            self._begun[self._filled : self._filled + taken] = data[:taken]
-            self._filled += taken
-            if self._filled == _BLOCK:
-                self._crc, self._filled = self._with(memoryview(self._begun)), 0
-            data = data[taken:]
-        whole = len(data) // _BLOCK * _BLOCK
-        if whole:
-            self._crc = self._with(data[:whole])
-        if len(data) > whole:
-            self._filled = len(data) - whole
-            self._begun[: self._filled] = data[whole:]
+    def __enter__(self) -> SummedFile:
+        return self
 
-    def sum(self) -> FileSum:
-        """Return the length and the checksum of all bytes so far."""
-        self._begun[self._filled :] = bytes(_BLOCK - self._filled)
-        return FileSum(self._bytes, self._with(memoryview(self._begun)))
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
-    def _with(self, blocks: memoryview) -> int:
-        sums = torch.frombuffer(blocks, dtype=torch.int64).view(-1, _BLOCK // 8).sum(1)
-        return zlib.crc32(memory_of(sums), self._crc)
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``; it is in the file when a piece is full, or at ``sync``."""
+        rest = memoryview(data)
+        while rest:
+            taken = rest[: _PIECE - self._filled]
+            self._piece[self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            rest = rest[len(taken) :]
+            if self._filled == _PIECE:
+                self._write_piece()
+
+    def sync(self) -> FileSum:
+        """Flush the file to the disk, and return its length and checksum."""
+        self._write_piece()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileSum(self._bytes, self._crc)
+
+    def _write_piece(self) -> None:
+        piece = memoryview(self._piece)[: self._filled]
+        self._crc = _added(piece, self._crc)
+        self._file.write(piece)
+        self._bytes += self._filled
+        self._filled = 0
+
+
+def _added(piece: memoryview, crc: int) -> int:
+    """Return ``crc`` with the next piece of a file added; the last one may end within a block."""
+    if len(piece) % _BLOCK:
+        piece = memoryview(bytearray(piece) + bytes(-len(piece) % _BLOCK))
+    if not piece:
+        return crc
+    sums = torch.frombuffer(piece, dtype=torch.int64).view(-1, _BLOCK // 8).sum(1)
+    return zlib.crc32(memory_of(sums), crc)

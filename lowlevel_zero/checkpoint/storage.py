@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
-import torch
 import torch.distributed as dist
 
 from ..communication.failed_ranks import lost_rank_error
-from .checksum import Checksum, FileSum
+from .checksum import FileSum, SummedFile
 from .folders import NotSynced, claim, clear_remains, path_beside, publish
 from .manifest import MANIFEST, METADATA, Manifest
 from .plan import TENSORS, Share, metadata_of
@@ -21,37 +19,6 @@ from .tensor_bytes import memory_of
 
 # Why an asynchronous save may find its ranks gone.
 ALONE = "destroy_process_group was called before all was written: call wait() first"
-_PIECE = 2**20  # bytes
-
-T = TypeVar("T")
-
-
-class SummedFile:
-    """A file that is written from beginning to end, while its checksum is computed."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("wb")
-        self._checksum = Checksum()
-
-    def __enter__(self) -> SummedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append ``data`` and add it to the checksum, a piece at a time so that it stays in the cache."""
-        view = memoryview(bytearray(data)) if isinstance(data, bytes) else data
-        for at in range(0, len(view), _PIECE):
-            piece = view[at : at + _PIECE]
-            self._checksum.add(piece)
-            self._file.write(piece)
-
-    def sync(self) -> FileSum:
-        """Flush the file to the disk, and return its length and checksum."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._checksum.sum()
 
 
 class CheckpointWriter:
@@ -81,9 +48,14 @@ class CheckpointWriter:
             RuntimeError: a rank could not write; raised on all ranks.
         """
         claimed: list[IO[bytes]] = []
+        sums: dict[str, FileSum] = {}
+        failed: Exception | None = None
         try:
-            sums, error = _attempt(lambda: self.write_share(claimed))
-            self._settle(sums or {}, error)
+            try:
+                sums = self.write_share(claimed)
+            except Exception as error:  # of whatever type, from the disk or torch: the others wait to learn of it
+                failed = error
+            self._settle(sums, failed)
         finally:
             for each in claimed:
                 if self._rank == 0:
@@ -118,45 +90,44 @@ class CheckpointWriter:
     def _settle(self, sums: dict[str, FileSum], error: Exception | None) -> None:
         """Publish the checkpoint on the first rank if all ranks have written; else raise on all. Communicates."""
         try:
-            reasons = self._outcome(sums, error)
+            failure = self._outcome(sums, error)
         except Exception as lost:  # of whatever type: a peer has gone, or the process group has
             told = lost_rank_error(lost, self._group, "writing") or f"{type(lost).__name__}: {lost}"
             hint = "" if dist.is_initialized() else f" ({ALONE})"
             raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}") from lost
-        for rank, reason in enumerate(reasons):
-            if reason is not None:
-                in_place = reason.startswith(NotSynced.__name__)
-                how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
-                raise RuntimeError(f"{self._path}: the checkpoint {how}. rank {rank}: {reason}") from error
+        if failure is not None:
+            in_place = f": {NotSynced.__name__}: " in failure
+            how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
+            raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}") from error
 
-    def _outcome(self, sums: dict[str, FileSum], error: Exception | None) -> list[str | None]:
-        """Return each rank's reason for its failure, or None for it. Ranks exchange little unless one has failed."""
-        told = self._gather((sums, error is not None))
-        if told and not any(failed for _, failed in told):
-            files = {name: each for of_rank, _ in told for name, each in of_rank.items()}
-            _, error = _attempt(lambda: self._commit(files))
-        own = None if error is None else f"{type(error).__name__}: {error}"
+    def _outcome(self, sums: dict[str, FileSum], error: Exception | None) -> str | None:
+        """Publish if all ranks have written, and return who has failed and why; None: nobody has. Communicates."""
+        own = sums, None if error is None else self._told(error)
         if self._ranks == 1:
-            return [own]
-        failed = torch.tensor([int(error is not None)], device="cpu")
-        dist.all_reduce(failed, group=self._group)
-        reasons: list[str | None] = [None] * self._ranks
-        if failed.item():
-            dist.all_gather_object(reasons, own, group=self._group)
-        return reasons
+            return self._publish_if_written([own])
+        told: list[Any] = [None] * self._ranks if self._rank == 0 else []
+        first = dist.get_global_rank(self._group, 0)
+        dist.gather_object(own, told or None, first, self._group)
+        outcome = [self._publish_if_written(told) if told else None]
+        dist.broadcast_object_list(outcome, first, self._group)
+        return outcome[0]
 
-    def _gather(self, own: T) -> list[T]:
-        """Gather each rank's ``own`` on the first rank, and return them; return nothing on the others. Communicates."""
-        if self._ranks == 1:
-            return [own]
-        told: list[Any] = [None] * (self._ranks if self._rank == 0 else 0)
-        dist.gather_object(own, told or None, dist.get_global_rank(self._group, 0), self._group)
-        return told
+    def _publish_if_written(self, told: Sequence[tuple[dict[str, FileSum], str | None]]) -> str | None:
+        """Publish the checkpoint if no rank has told of a failure, else return the first; the first rank calls it."""
+        failure = next((failure for _, failure in told if failure), None)
+        if failure is None:
+            try:
+                self._commit({name: each for sums, _ in told for name, each in sums.items()})
+            except Exception as error:  # of whatever type, as in write
+                failure = self._told(error)
+        return failure
+
+    def _told(self, error: Exception) -> str:
+        return f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _commit(self, sums: dict[str, FileSum]) -> None:
         """Write the metadata and the manifest, and rename the folder to its place; the first rank calls it."""
-        share = self._share
-        content = metadata_of(share, self._ranks)
+        content = metadata_of(self._share, self._ranks)
         files = {**sums, METADATA: write_through(self._written / METADATA, content)}
         manifest = replace(self._manifest, files=files)
         try:
@@ -172,11 +143,3 @@ def write_through(path: Path, content: bytes) -> FileSum:
     with SummedFile(path) as file:
         file.write(content)
         return file.sync()
-
-
-def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call ``do``, and return its result and None, or None and its exception."""
-    try:
-        return do(), None
-    except Exception as error:  # of whatever type, from the disk or torch: the other ranks wait to learn how it went
-        return None, error

@@ -16,7 +16,7 @@ import torch.distributed.tensor  # here once, not in every forked rank
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import checksum, folders, load_checkpoint, save_checkpoint, storage
+from lowlevel_zero.checkpoint import checksum, folders, load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.checkpoints import wait_for_pruning
 from tests.support.patching import patch_rank
@@ -61,7 +61,7 @@ def test_ranks_agree_twice_and_then_exchange_a_few_numbers(in_background: bool, 
         save_checkpoint(tmp_path / "second", *pair, async_save=in_background).wait()
         return found
 
-    assert run_ranks(save, 3) == [{"all_reduce_max": 2, "gather_object": 1, "all_reduce": 1}] * 3
+    assert run_ranks(save, 3) == [{"all_reduce_max": 2, "gather_object": 1, "broadcast_object_list": 1}] * 3
 
 
 def bytes_read() -> int:
@@ -181,7 +181,7 @@ def test_a_checksum_shows_what_has_changed(tmp_path: Path) -> None:
     whole = of(data)
     assert whole.bytes == len(data)
     for sizes in ((1, 7, block - 8), (block,), (3 * block + 5, 11), (len(data),)):
-        with storage.SummedFile(tmp_path / "written") as file:
+        with checksum.SummedFile(tmp_path / "written") as file:
             at = 0
             while at < len(data):
                 size = sizes[at % len(sizes)]
