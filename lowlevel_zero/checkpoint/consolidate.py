@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..optim.quantised import is_scale, scales_of
-from ..state.loading import ADDED, CLASS, EXTRAS, FP8, OTHERS, State
+from ..state.loading import ADDED, CLASS, EXTRAS, FP8, OTHERS, PLANS, State
 from ..state.nested import nested
 from .folders import publish, sync
 from .objects import Settings
@@ -150,7 +150,6 @@ def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Te
                 )
                 for name, state in states.items()
             },
-            one_plan=not checkpoint.manifest.experts,
         )
     if set(found) == {None}:
         return found[None]
@@ -165,13 +164,14 @@ def _of_elements(state: State, p: Tensor, block: int) -> State:
     }
 
 
-def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool) -> State:
+def _state_dict(settings: Settings, tensors: Mapping[str, State]) -> State:
     """Return the state dict that ``LowLevelZeroOptimizer.state_dict()`` gave; groups number all parameters."""
     groups = settings["param_groups"]
     places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
     state = {places[name]: nested({**of, **settings["states"].get(name, {})}) for name, of in tensors.items()}
     others = dict(settings.get(OTHERS, {}))
-    plan = settings["plan"] if one_plan else None  # each group of experts has a plan of its own
+    indices = {name: index for index, name in enumerate(tensors)}
+    plans = [plan for plan in settings[PLANS] if set(plan["order"]) == indices.keys()]  # groups of experts have others
     return {
         **others.pop(ADDED, {}),
         "state": {place: of_place for place, of_place in state.items() if of_place} | others,
@@ -179,7 +179,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State], one_plan: bool
         EXTRAS: {
             CLASS: settings[CLASS],
             "loss_scale": settings["loss_scale"],
-            "plan": plan and renamed(plan, {name: index for index, name in enumerate(tensors)}),
+            PLANS: [renamed(plan, indices) for plan in plans],
             FP8: settings["options"]["fp8_communication"],
         },
     }

@@ -25,6 +25,7 @@ from ..state.loading import (
     CLASS,
     FP8,
     MASTER,
+    PLANS,
     State,
     all_or_nothing,
     restore_masters,
@@ -127,7 +128,7 @@ class Sharded(Stateful):
         marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
         saved = [mark for mark in marks if mark is not self._own]
         named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
-        plain: dict[str, Any] = {CLASS: None, "loss_scale": None, "plan": None, "other_plans": (), "states": {}}
+        plain: dict[str, Any] = {CLASS: None, "loss_scale": None, PLANS: (), "states": {}}
         own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
         return {**plain, FP8: False, **own, "param_groups": named}
 

@@ -24,6 +24,7 @@ from ..state.loading import (
     CLASS,
     MASTER,
     OTHERS,
+    PLANS,
     TRIED,
     State,
     add_sample,
@@ -71,9 +72,9 @@ class ShardedState:
     parameter's shape, whatever the world size. What hasn't (a step counter) is the same on every rank, and whole.
 
     Settings are numbers, strings, lists, dicts and small tensors: ``class`` (the wrapped optimizer's name),
-    ``param_groups`` (their ``params`` are names), ``loss_scale``, ``plan`` (the bucket order that the first steps have
-    taught), ``other_plans`` (those of groups of experts) and ``states`` (those that aren't tensors). They are the same
-    on all ranks, and tell of all ranks' experts; tensors are this rank's alone.
+    ``param_groups`` (their ``params`` are names), ``loss_scale``, ``plans`` (the bucket orders that the first steps
+    have taught, one for each shard group) and ``states`` (those that aren't tensors). They are the same on all
+    ranks, and tell of all ranks' experts; tensors are this rank's alone.
 
     When it is made, gathers are over, and masters follow what others wrote into parameters. Before it is used, ``meet``
     is called, on all ranks.
@@ -90,7 +91,6 @@ class ShardedState:
         follow_edits(optimizer.sharded_parameters)
         self._optimizer = optimizer
         self._optim = optimizer.optim
-        self._former: dict[ShardedParameter, State] = {}
         store = optimizer.sharded_parameters
         states = [{record: self._own_state(record) for record in records} for records in store.by_shard_group]
         self._states = [
@@ -118,10 +118,11 @@ class ShardedState:
         number_of = {name: record.shard_group for name, record in self._records.items()}
         self.present, self._others = of_all_ranks(store.shard_groups, number_of, present, others)
         held = [[(names[p], store.shard_group_of(p)) for p in members] for members in store.groups]
-        own_plans = [self._plan_of(group) for group in self._optimizer.sharded_groups if group.number]
-        gathered = from_all_ranks(store.shard_groups, ([[name for name, _ in members] for members in held], own_plans))
-        plans = [plan for _, plans_of_rank in gathered for plan in plans_of_rank]
-        self._other_plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]
+        own_plans = [self._plan_of(group) for group in self._optimizer.sharded_groups]
+        own_names = [[name for name, _ in members] for members in held]
+        gathered = from_all_ranks(store.shard_groups, (own_names, own_plans)) or [(own_names, own_plans)]
+        plans = [plan for _, plans_of_rank in gathered for plan in plans_of_rank if plan is not None]
+        self._plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]
         # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
         self._group_names = [
             _with_experts(
@@ -194,14 +195,12 @@ class ShardedState:
     def settings(self) -> State:
         """Return the part of the state that isn't in ``tensors``: class, param groups, loss scale, bucket plans."""
         groups = zip(self._optim.param_groups, self._group_names, strict=True)
-        shared = next((group for group in self._optimizer.sharded_groups if group.number == 0), None)
         return {
             CLASS: type(self._optim).__name__,
             BLOCK: block_size(self._optim),
             "param_groups": [{**group, "params": list(names)} for group, names in groups],
             "loss_scale": scale_as_numbers(self._optimizer.scaler),
-            "plan": None if shared is None else self._plan_of(shared),
-            "other_plans": self._other_plans,
+            PLANS: self._plans,
             "states": {name: others for name, others in self._others.items() if others},
             **({OTHERS: others} if (others := states_of_no_parameter(self._optim)) else {}),
         }
@@ -231,35 +230,20 @@ class ShardedState:
         return found
 
     def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return boxed tensors to read this rank's slices of ``saved`` states into; states that are whole are left out.
-
-        Their memory is that of the states that ``load`` has replaced, where those are of the same kind.
-        """
+        """Return boxed tensors to read this rank's slices of ``saved`` states into, not of states that are whole."""
         record = self._records[name]
-        former = self._former.pop(record, {})
-        if record.keeps_more:
-            former[MASTER] = record.master_row
         return {
             key: room
             for key, like in saved.items()
             if (takes_master(record) if key == MASTER else not _is_single(record))
-            if isinstance(room := self._room(key, like, saved, record, former.get(key)), BoxedTensor)
+            if isinstance(room := self._room(key, like, saved, record), BoxedTensor)
         }
 
-    def _room(
-        self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter, former: object = None
-    ) -> Tensor:
-        """Return memory to load this rank's part of a whole state into, which is ``like`` this one.
-
-        It is that of a ``former`` state of the same shape, dtype and device, else zeros.
-        """
+    def _room(self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter) -> Tensor:
+        """Return zeros to load this rank's part of a whole state into, which is ``like`` this one."""
         division = self._division(key, like, keys, record, record.p.shape)
         if division is None:
             return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
-        kind = record.p32.shape if record.split.owner is None else like.shape, like.dtype, record.p32.device
-        fits = isinstance(former, Tensor) and (former.shape, former.dtype, former.device) == kind
-        if isinstance(former, Tensor) and fits and former.is_contiguous() and not is_scale(key, keys):
-            return division.boxed(former, record)
         start, stop = division.split.span(record.rank)
         own = torch.zeros(stop - start, dtype=like.dtype, device=record.p32.device)
         return BoxedTensor(own, start, division.shape, division.stride, division.split)
@@ -365,8 +349,6 @@ class ShardedState:
 
         Checked settings are expected.
         """
-        held = ((record, self._optim.state.get(record.p32, {})) for record in self._records.values())
-        self._former = {record: dict(state) for record, state in held if record.owns_some}
         load_slices(
             self._optim,
             self._optimizer.sharded_parameters,
@@ -379,11 +361,10 @@ class ShardedState:
     def load_progress(self, settings: Mapping[str, Any]) -> None:
         """Load the loss scale and the bucket plans. Gradients must have been cleared."""
         load_scale(self._optimizer.scaler, settings["loss_scale"])
-        plans = [settings["plan"], *settings["other_plans"]]
         index = {name: record.index for name, record in self._records.items()}
         for group in self._optimizer.sharded_groups:
             own = {name for name, record in self._records.items() if record.shard_group == group.number}
-            plan = next((each for each in plans if each is not None and set(each["order"]) == own), None)
+            plan = next((each for each in settings[PLANS] if set(each["order"]) == own), None)
             group.reducer.restore_plan(None if plan is None else PlanState(**renamed(plan, index)))
 
 

@@ -27,7 +27,7 @@ _log = logging.getLogger("lowlevel_zero")
 MASTER = "master_param"
 # The key of the entries that a plain optimizer's state dict doesn't have, and ignores.
 EXTRAS = "lowlevel_zero"
-OTHER_PLANS = "other_plans"
+PLANS = "plans"  # of buckets, one for each shard group that has learnt one
 # Whether parameters travelled in fp8, so that they are further from their masters than their dtype rounds. What doesn't
 # say so counts as without fp8: a model trained elsewhere may have many numbers that fp8 can hold, by chance.
 FP8 = "fp8"

@@ -30,7 +30,7 @@ from .loading import (
     EXTRAS,
     FP8,
     MASTER,
-    OTHER_PLANS,
+    PLANS,
     State,
     add_sample,
     added_to,
@@ -86,10 +86,12 @@ class WholeState(NamedTuple):
         state: dict[Any, Any] = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
         added = state.pop(ADDED, {})
         plans = (group.reducer.plan_state() for group in self.groups)
-        plan, *others = [None if plan is None else plan._asdict() for plan in plans]
-        scale = scale_as_numbers(self.scaler)
-        own: State = {CLASS: type(self.optim).__name__, "loss_scale": scale, "plan": plan, FP8: self.fp8}
-        extras = {**own, **({OTHER_PLANS: others} if others else {})}
+        extras: State = {
+            CLASS: type(self.optim).__name__,
+            "loss_scale": scale_as_numbers(self.scaler),
+            PLANS: [None if plan is None else plan._asdict() for plan in plans],
+            FP8: self.fp8,
+        }
         return {**added, "state": state, "param_groups": self.packed_groups(), EXTRAS: extras}
 
     def packed_groups(self) -> list[State]:
@@ -168,7 +170,7 @@ class WholeState(NamedTuple):
         shards = [state_dict["state"], {ADDED: added_to(state_dict)}]
         self.load_shards(state_dict["param_groups"], shards, extras)
         if all(group.reducer.syncs.idle for group in self.groups):
-            _restore_plans(self.groups, [extras.get("plan"), *extras.get(OTHER_PLANS, [])])
+            _restore_plans(self.groups, extras.get(PLANS, []))
 
     def load_shards(
         self,

@@ -85,22 +85,6 @@ def test_a_save_reads_nothing_and_a_load_each_byte_once(tmp_path: Path) -> None:
         assert 0.99 <= loading < 1.1
 
 
-def test_a_load_fills_the_states_that_are_there(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> None:
-        model, optimizer = trained()
-        save_checkpoint(tmp_path / "a", model, optimizer)
-
-        def places() -> list[int]:
-            states = (optimizer.optim.state[record.p32] for record in optimizer.sharded_parameters)
-            return [state[key].data_ptr() for state in states for key in ("exp_avg", "exp_avg_sq")]
-
-        before = places()
-        load_checkpoint(tmp_path / "a", model, optimizer)
-        assert places() == before
-
-    run_ranks(run, 2)
-
-
 def test_a_save_opens_no_older_checkpoint(tmp_path: Path) -> None:
     """And to prune it reads the first lines of their manifests, and no more of those of other runs."""
     opened: list[str] = []

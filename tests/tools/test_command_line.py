@@ -112,7 +112,7 @@ def test_the_files_are_what_the_run_had(name: str, saved: Callable[[str], Saved]
     optimizer = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
     check_states(optimizer.pop("state"), before.optimizer["state"])
     assert optimizer == {key: value for key, value in before.optimizer.items() if key != "state"}
-    assert set(optimizer["lowlevel_zero"]["plan"]["order"]) == set(range(15))
+    assert set(optimizer["lowlevel_zero"]["plans"][0]["order"]) == set(range(15))
 
 
 def check_states(got: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> None:
