@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,10 +29,7 @@ from .plan import Keys, PlannedTensor, Share
 from .saved import SavedCheckpoint
 from .sharded_state import ShardedState
 
-T = TypeVar("T")
-
 _EXTRA = "_extra_state"
-_UNDER_WAY = 2  # parameters whose rows are gathered while those of another are waited for
 _BUILD_ANEW = "build the model that was saved, or load another checkpoint"
 
 
@@ -281,11 +277,10 @@ class Contents:
         """Gather the rows that the ranks have read, and load bucket plans and loss scales. Communicates."""
         in_order = sorted(self.entries.values(), key=lambda entry: entry.shard_group)  # the same on all ranks
         trained = [(entry.record, entry.ranks) for entry in in_order if entry.record is not None]
-        gathers = ((record, record.gather_rows(ranks)) for record, ranks in trained if record.split.numel)
-        for record, gather in _ahead(gathers, _UNDER_WAY):
-            gather.wait()
-            torch.autograd.graph.increment_version(record.p)
-        for record, _ in trained:
+        for record, ranks in trained:
+            if record.split.numel:
+                record.gather_rows(ranks).wait()
+                torch.autograd.graph.increment_version(record.p)
             record.note_version()
         for of, state in self.states_of.items():
             state.load_progress(objects.optimizers[of])
@@ -384,16 +379,6 @@ def _numbers_of_modules(module: nn.Module, numbers: Mapping[Tensor, int], around
     for child in module.children():
         found = _numbers_of_modules(child, numbers, found[module]) | found
     return found
-
-
-def _ahead(items: Iterable[T], count: int) -> Iterator[T]:
-    """Yield ``items``, of which up to ``count`` more have been taken by then."""
-    taken: deque[T] = deque()
-    for each in items:
-        taken.append(each)
-        if len(taken) > count:
-            yield taken.popleft()
-    yield from taken
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache
-from itertools import islice
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -71,41 +71,27 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
     if group is not None:
         return on_first_rank(ShardGroup(group), lambda: latest(directory))
     folder = Path(directory)
-    newest, damaged = _newest_of(_found_at([str(folder)]))
-    if newest is None:
-        newest, others = _newest_of(_found_in(folder))
-        damaged += others
+    newest, damaged = None, []
+    for path, damage in chain(_newest_first(_found_at([str(folder)])), _newest_first(_found_in(folder))):
+        if not damage:
+            newest = path
+            break
+        damaged.append(damage)
     instead = "no whole checkpoint was found" if newest is None else f"the newest whole one is {newest}"
     for damage in damaged:
         _log.warning("%s; %s", damage, instead)
     return newest
 
 
-def _newest_of(found: Iterable[Found]) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint, and a message for each newer checkpoint that is damaged."""
-    found = list(found)
-    damaged = [each.damage for each in found if each.head is None]
-    for each in _newest_first(found):
-        damage = _damage(each.path)
-        if damage is None:
-            return each.path, damaged
-        damaged.append(damage)
-    return None, damaged
-
-
-def _newest_first(found: Iterable[Found]) -> list[Found]:
-    """Return the checkpoints whose head can be read, in the order of their serial numbers."""
-    readable = [(each.head.serial, each) for each in found if each.head is not None]
-    return [each for _, each in sorted(readable, key=lambda pair: pair[0], reverse=True)]
-
-
-def _damage(path: Path) -> str | None:
-    """Return why the checkpoint ``path`` isn't whole, by its manifest and the sizes of its files; None: it is."""
-    try:
-        read_manifest(path).check_files(path, verify=False)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
+def _newest_first(found: Iterable[Found]) -> Iterator[tuple[Path, str]]:
+    """Yield the checkpoints, newest first, with what is wrong by their manifests and sizes of files; empty: nothing."""
+    for path, head, damage in sorted(found, key=lambda each: each.head.serial if each.head else math.inf, reverse=True):
+        if head is not None:
+            try:
+                read_manifest(path).check_files(path, verify=False)
+            except (ValueError, OSError) as error:
+                damage = str(error)
+        yield path, damage
 
 
 def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
@@ -166,11 +152,6 @@ def check_target(path: Path) -> None:
         )
 
 
-def path_beside(path: Path, token: str) -> Path:
-    """Return where a save writes the checkpoint ``path`` before it is whole; ``token``: 16 hexadecimal digits."""
-    return path.with_name(f"{path.name}.{token}.tmp")
-
-
 def publish(written: Path, path: Path) -> None:
     """Sync the directory ``written``, rename it to ``path`` (missing, or an empty directory), and sync the parent.
 
@@ -197,10 +178,10 @@ def prune(path: Path, keep: int, runs: Collection[str]) -> None:
     """
     with _warning_of_what_stays():
         own = [each for each in _found_in(path.parent) if each.head is not None and set(each.head.runs[:1]) & set(runs)]
-        whole = (each for each in _newest_first(own) if _damage(each.path) is None) if len(own) > keep else iter(())
-        for each in islice(whole, keep, None):
+        whole = (path for path, damage in _newest_first(own) if not damage) if len(own) > keep else iter(())
+        for older in islice(whole, keep, None):
             with _warning_of_what_stays():
-                remove(each.path)
+                remove(older)
 
 
 def remove(path: Path) -> None:
@@ -208,16 +189,23 @@ def remove(path: Path) -> None:
 
     The manifest is moved away first, and removed last: after a crash it is no checkpoint, and pruning goes on there.
     """
-    removed = path.with_name(path.name + _REMOVED)
-    os.rename(path / MANIFEST, removed)
-    _finish_removal(removed)
+    os.rename(path / MANIFEST, path.with_name(path.name + _REMOVED))
+    finish_removal(path)
 
 
 def finish_removal(path: Path) -> None:
-    """Finish the removal of the checkpoint ``path`` if one was broken off."""
+    """Finish the removal of the checkpoint ``path`` if one has begun: delete its files, of their sizes."""
     removed = path.with_name(path.name + _REMOVED)
-    if removed.exists():
-        _finish_removal(removed)
+    if not removed.exists():
+        return
+    if not (path / MANIFEST).exists():  # else another one has been put there since
+        for name, known in manifest_in(removed).files.items():
+            with suppress(FileNotFoundError):
+                if (path / name).stat().st_size == known.bytes:  # else something else has been put there since
+                    (path / name).unlink()
+        with suppress(OSError):  # it holds something else
+            path.rmdir()
+    removed.unlink(missing_ok=True)
 
 
 def claim(written: Path, name: str) -> IO[bytes]:
@@ -229,7 +217,9 @@ def claim(written: Path, name: str) -> IO[bytes]:
         written.mkdir(parents=True, exist_ok=True)  # another rank may be here already
         with suppress(FileNotFoundError):  # the folder was taken for remains while it was empty
             file = (written / name).open("xb")
-            _lock(file)
+            if fcntl is not None:
+                with suppress(OSError):  # its file system has no locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
             if (written / name).exists():
                 return file
             file.close()
@@ -241,7 +231,7 @@ def clear_remains(written: Path) -> None:
     for path in (written.with_name(name) for name in beside if name.endswith(_REMOVED) or _BESIDE.fullmatch(name)):
         with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
             if path.name.endswith(_REMOVED):
-                _finish_removal(path)
+                finish_removal(path.with_name(path.name.removesuffix(_REMOVED)))
             elif path != written and _is_abandoned(path):
                 shutil.rmtree(path)
 
@@ -262,34 +252,24 @@ def sync(path: Path) -> None:
 # ---- the contents of a directory ----
 
 
-def _found_in(folder: Path) -> list[Found]:
-    """Return the checkpoints in ``folder``, damaged ones included. Symbolic links are skipped."""
-    names: list[str] = []
+def _found_in(folder: Path) -> Iterator[Found]:
+    """Yield the checkpoints in ``folder``, damaged ones included. Symbolic links are skipped."""
     if folder.is_dir():
         with os.scandir(folder) as entries:
             names = sorted(each.path for each in entries if not (each.is_symlink() or _BESIDE.fullmatch(each.name)))
-    return list(_found_at(names))
+        yield from _found_at(names)
 
 
 def _found_at(places: Iterable[str]) -> Iterator[Found]:
     """Yield the checkpoints among these ``places``."""
-    for place in places:
-        path = Path(place)
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            manifest = os.stat(os.path.join(place, MANIFEST))
-            try:
-                yield Found(path, _head_of(place, manifest.st_ino, manifest.st_mtime_ns))
-            except (ValueError, OSError) as error:
-                yield Found(path, None, str(error))
-            continue
-        if os.path.exists(path / OBJECTS) and not path.with_name(path.name + _REMOVED).exists():
-            yield Found(path, None, f"{path}: expected a checkpoint with a {MANIFEST}, found none")
-
-
-@lru_cache(maxsize=2**14)
-def _head_of(place: str, inode: int, modified: int) -> Head:
-    """Return the first line of a checkpoint's manifest, which is read once while the file stays the same."""
-    return read_head(Path(place))
+    for path in map(Path, places):
+        try:
+            yield Found(path, read_head(path))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            if os.path.exists(path / OBJECTS) and not path.with_name(path.name + _REMOVED).exists():
+                yield Found(path, None, f"{path}: expected a checkpoint with a {MANIFEST}, found none to read")
+        except (ValueError, OSError) as error:
+            yield Found(path, None, str(error))
 
 
 @contextmanager
@@ -299,19 +279,6 @@ def _warning_of_what_stays() -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         _log.warning("keep: an older checkpoint, or what a crash has left of one, could not be removed: %s", error)
-
-
-def _finish_removal(removed: Path) -> None:
-    """Delete the files that the manifest moved to ``removed`` lists, of their sizes, and then the manifest itself."""
-    path = removed.with_name(removed.name.removesuffix(_REMOVED))
-    if not (path / MANIFEST).exists():  # else another one has been put there since
-        for name, known in manifest_in(removed).files.items():
-            with suppress(FileNotFoundError):
-                if (path / name).stat().st_size == known.bytes:  # else something else has been put there since
-                    (path / name).unlink()
-        with suppress(OSError):  # it holds something else
-            path.rmdir()
-    removed.unlink(missing_ok=True)
 
 
 def _is_abandoned(written: Path) -> bool:
@@ -324,20 +291,11 @@ def _is_abandoned(written: Path) -> bool:
 
 def _is_locked(path: Path) -> bool:
     """Return whether a process holds the file, or may hold it."""
+    if fcntl is None:
+        return True
     try:
         with path.open("rb+") as file:
-            return not _lock(file, wait=False)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
     except OSError:  # it is held, or can't be
         return True
-
-
-def _lock(file: IO[bytes], wait: bool = True) -> bool:
-    """Lock a file until it is closed, and return whether this system has such locks.
-
-    Raises:
-        OSError: the file is locked, or, unless this would ``wait``, its file system has no locks.
-    """
-    if fcntl is not None:
-        with suppress(OSError) if wait else nullcontext():
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    return fcntl is not None

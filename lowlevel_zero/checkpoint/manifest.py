@@ -152,16 +152,17 @@ def read_manifest(folder: str | PathLike[str]) -> Manifest:
 
 
 def read_head(folder: Path) -> Head:
-    """Read only the first line of the manifest of the checkpoint ``folder``; raises as ``read_manifest`` does."""
+    """Read only the first line of the manifest of the checkpoint ``folder``.
+
+    Raises:
+        ValueError: it is damaged.
+        OSError: there is none, or it can't be read.
+    """
     path = folder / MANIFEST
     try:
         with path.open(encoding="utf-8") as file:
             line = file.readline()
         return Head(**json.loads(f"{line[:-2]}}}"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{folder}: expected a checkpoint with a {MANIFEST}, found none: name another folder"
-        ) from None
     except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({error!r}): {TAKE_ANOTHER}") from error
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..communication.failed_ranks import lost_rank_error
 from .checksum import FileSum, SummedFile
-from .folders import NotSynced, claim, clear_remains, path_beside, publish
+from .folders import NotSynced, claim, clear_remains, publish
 from .manifest import MANIFEST, METADATA, Manifest
 from .plan import TENSORS, Share, metadata_of
 from .tensor_bytes import memory_of
@@ -37,7 +37,7 @@ class CheckpointWriter:
     def __init__(
         self, path: Path, token: str, group: dist.ProcessGroup, rank: int, ranks: int, manifest: Manifest, share: Share
     ) -> None:
-        self._path, self._written = path, path_beside(path, token)
+        self._path, self._written = path, path.with_name(f"{path.name}.{token}.tmp")
         self._group, self._rank, self._ranks = group, rank, ranks
         self._manifest, self._share = manifest, share
 

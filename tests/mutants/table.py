@@ -401,8 +401,8 @@ MUTANTS = [
     Mutant(
         "the oldest checkpoint counts as the newest",
         FOLDERS,
-        "key=lambda pair: pair[0], reverse=True",
-        "key=lambda pair: pair[0]",
+        "each.head else math.inf, reverse=True",
+        "each.head else math.inf",
         "tests/checkpoint/test_checkpoint.py",
     ),
     # what callers do to parameters and gradients
