@@ -20,8 +20,7 @@ from ..experts.assignment import add_companions
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import EvenSplit
 from ..state.boxes import BoxedTensor, Spans, boxed
-from ..state.global_names import GlobalNames, check_same_experts, from_all_ranks, of_all_ranks
-from ..state.loading import MASTER
+from ..state.global_names import check_same_experts, from_all_ranks, global_names, of_all_ranks
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name, called
@@ -34,14 +33,9 @@ _BUILD_ANEW = "build the model that was saved, or load another checkpoint"
 
 
 class Entry(NamedTuple):
-    """A parameter or persistent buffer of the model.
+    """A parameter or persistent buffer of the model, with its description for the manifest.
 
-    Attributes:
-        tensor: the parameter or buffer.
-        record: the record of the optimizer that trains it; None: none does.
-        saved: its description for the manifest.
-        shard_group: index of the shard group whose ranks share it.
-        ranks: the shard group.
+    ``record`` is that of the optimizer that trains it; None: none does. ``ranks`` share it, the group of this index.
     """
 
     tensor: Tensor
@@ -167,18 +161,18 @@ class Contents:
         """
         if len(self.groups) > 1:
             agree_apart(self.groups, [self.lines(number) for number in range(1, len(self.groups))], doing)
-        names = GlobalNames(self.groups, self._number_of)
-        self.experts = names.experts
-        self.entries, self._stateful = names.of(self.entries), names.of(self._stateful)
+        names, self.experts = global_names(self.groups, self._number_of)
+        self.entries = {names[name]: entry for name, entry in self.entries.items()}
+        self._stateful = {names[name]: module for name, module in self._stateful.items()}
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
         for each in self.states_of.values():
             each.meet(name_of)
         self.saved, self.tied, self.extra_states = of_all_ranks(
             self.groups,
-            names.of(self._number_of),
+            {names[name]: number for name, number in self._number_of.items()},
             {name: entry.saved for name, entry in self.entries.items()},
             {names[alias]: names[name] for alias, name in self.tied.items()},
-            names.of(self.extra_states),
+            {names[name]: state for name, state in self.extra_states.items()},
         )
         self.excluded = {n: each for n, each in self.saved.items() if exclude_frozen and each.kind == FROZEN}
 
@@ -260,13 +254,8 @@ class Contents:
             record, like = entry.record, saved.model.get(name)
             if like is not None and record is not None:
                 row = entry.row_to_load(record, like.dtype)
-                state = self.states_of[entry.saved.optimizer]
-                slices = state.slices_of(name, saved.states.get(name, {}))
                 saved.read(row, name)
-                for key, slice_of_state in slices.items():
-                    saved.read(slice_of_state, name, key)
-                state.fill(name, slices)
-                record.load_row(row.local, slices[MASTER].local if MASTER in slices else None)
+                record.load_row(row.local, self.states_of[entry.saved.optimizer].read(name, saved))
             elif like is not None and like.numel():
                 whole = torch.empty_like(like, device=entry.tensor.device)
                 saved.read(whole, name)

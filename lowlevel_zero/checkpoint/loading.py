@@ -93,12 +93,7 @@ def load_checkpoint(
         contents = Contents(model, optimizers)
         lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing)
-    with all_or_nothing(group, doing) as undo:
-        _check_same(saved, contents, schedulers)
-        for name, each in schedulers.items():
-            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
-            each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
-        contents.load_objects(saved, undo)
+    _load_objects(saved, contents, schedulers, doing)
     for each in optimizers.values():
         each.zero_grad()
     with together(group, doing):
@@ -138,6 +133,16 @@ def _state_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     return state
 
 
+def _load_objects(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[Name, Any], doing: str) -> None:
+    """Check that it is the same model, and load what isn't tensors, on all ranks or on none. Communicates."""
+    with all_or_nothing(contents.group, doing) as undo:
+        _check_same(saved, contents, schedulers)
+        for name, each in schedulers.items():
+            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
+            each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
+        contents.load_objects(saved, undo)
+
+
 def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[Name, Any]) -> None:
     """Raise ``ValueError`` unless the checkpoint is one of this model, its optimizers and its schedulers."""
     contents.check_same(saved.manifest)
@@ -163,9 +168,6 @@ def _read(saved: SavedCheckpoint, contents: Contents) -> None:
         ) from error
 
 
-# ---- warnings ----
-
-
 def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
     """Log on the first rank which parameters the checkpoint lacks, and which ranks' own states don't fit the ranks."""
     left_out = list(saved.manifest.excluded)
@@ -178,17 +180,11 @@ def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
         )
     states = saved.manifest.rank_states
     if wants_states and states != list(range(ranks)):
-        _log.warning("%s: rank_state: %s", saved.path, _who_is_given(states, ranks))
+        without = [rank for rank in range(ranks) if rank not in states]
+        text = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")
+        text += f"; ranks {ranks_text(without)} are given none" if without else ""
+        if surplus := [rank for rank in states if rank >= ranks]:
+            text += f"; those of ranks {ranks_text(surplus)} are given to nobody: see read_rank_state"
+        _log.warning("%s: rank_state: %s", saved.path, text)
     elif states and not wants_states:
         _log.info("%s: it has states of ranks' own, which nobody has asked for: pass rank_state={} to fill", saved.path)
-
-
-def _who_is_given(states: list[int], ranks: int) -> str:
-    """Return in words which ranks are given a state of their own, and which are given none."""
-    without = [rank for rank in range(ranks) if rank not in states]
-    surplus = [rank for rank in states if rank >= ranks]
-    text = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")
-    text += f"; ranks {ranks_text(without)} are given none" if without else ""
-    return text + (
-        f"; those of ranks {ranks_text(surplus)} are given to nobody: see read_rank_state" if surplus else ""
-    )

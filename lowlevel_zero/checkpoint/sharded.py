@@ -20,7 +20,7 @@ from ..communication.failed_ranks import run_each
 from ..communication.shard_group import ShardGroup
 from ..construction.sharding import distinct
 from ..optimizer import LowLevelZeroOptimizer
-from ..state.global_names import GlobalNames
+from ..state.global_names import global_names
 from ..state.loading import (
     CLASS,
     FP8,
@@ -181,5 +181,5 @@ def _names(optimizer: LowLevelZeroOptimizer) -> dict[Tensor, str]:
     """Return the global names of parameters. Communicates if the model has experts."""
     parameters, own = optimizer.sharded_parameters, optimizer.parameter_names()
     numbers = {name: parameters.shard_group_of(p) for p, name in own.items()}
-    names = GlobalNames(parameters.shard_groups, numbers)
+    names, _ = global_names(parameters.shard_groups, numbers)
     return {p: names[name] for p, name in own.items()}

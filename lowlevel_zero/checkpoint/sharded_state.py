@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,17 +19,14 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..partition import WholeSplit
 from ..sharded_group import ShardedGroup
 from ..state.boxes import Blocks, BoxedTensor, Shape, Spans, boxed
-from ..state.global_names import from_all_ranks, of_all_ranks
+from ..state.global_names import from_all_ranks, of_all_ranks, with_experts
 from ..state.loading import (
     CLASS,
     MASTER,
     OTHERS,
     PLANS,
-    TRIED,
     State,
-    add_sample,
     check_class,
-    load_scale,
     load_slices,
     states_of_no_parameter,
     takes_master,
@@ -40,18 +37,13 @@ from ..state.whole import scale_as_numbers, with_master
 from .saved import SavedCheckpoint
 
 BLOCK = "block"  # among settings: the elements that share a scale
+_TRIED = 7  # elements of a parameter that is tried: a state is unlikely to have 7 for another reason
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]
 
 
 class _Division(NamedTuple):
-    """The division of a state among ranks.
-
-    Attributes:
-        split: cuts the elements of the whole state, in memory order.
-        shape: the shape of the whole state.
-        stride: the strides of the whole state.
-    """
+    """The division of a state among ranks: of its elements in memory order, and the whole one's shape and strides."""
 
     split: Spans
     shape: Shape
@@ -125,7 +117,7 @@ class ShardedState:
         self._plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]
         # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
         self._group_names = [
-            _with_experts(
+            with_experts(
                 [name for name, number in members if not number],
                 dict.fromkeys(tuple(names[at]) for names, _ in gathered),  # many ranks have the same
             )
@@ -229,15 +221,26 @@ class ShardedState:
             found[record] = _as_held(flat, record)
         return found
 
-    def slices_of(self, name: str, saved: Mapping[str, Tensor]) -> dict[str, BoxedTensor]:
-        """Return boxed tensors to read this rank's slices of ``saved`` states into, not of states that are whole."""
-        record = self._records[name]
-        return {
-            key: room
-            for key, like in saved.items()
-            if (takes_master(record) if key == MASTER else not _is_single(record))
-            if isinstance(room := self._room(key, like, saved, record), BoxedTensor)
-        }
+    def read(self, name: str, saved: SavedCheckpoint) -> Tensor | None:
+        """Read this rank's slices of a parameter's states in place of ``load``'s placeholders, and return its master.
+
+        None: no master was saved, or it has no place here. Doesn't communicate.
+        """
+        record, likes = self._records[name], saved.states.get(name, {})
+        rooms = {key: self._room(key, like, likes, record) for key, like in likes.items() if _is_read(record, key)}
+        slices = {key: room for key, room in rooms.items() if isinstance(room, BoxedTensor)}
+        for key, room in slices.items():
+            saved.read(room, name, key)
+        master = slices.pop(MASTER, None)
+        held = self._optim.state.get(record.p32, {})
+        if held:
+            own = {key: self._own(name, key, tensor, likes) for key, tensor in slices.items()}
+            flat = flattened(held)
+            for key, value in quantised_state(self._optim, record.p32, own).items():
+                if isinstance(flat.get(key), Tensor):
+                    flat[key] = value.to(flat[key].device, flat[key].dtype)
+            held.update(_as_held(flat, record))
+        return None if master is None else master.local
 
     def _room(self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter) -> Tensor:
         """Return zeros to load this rank's part of a whole state into, which is ``like`` this one."""
@@ -274,29 +277,18 @@ class ShardedState:
             )
         return record.shaped(own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own))))
 
-    def fill(self, name: str, slices: Mapping[str, Tensor]) -> None:
-        """Put loaded ``slices``, except the master, into the optimizer's state, in place of ``load``'s placeholders."""
-        record = self._records[name]
-        held = self._optim.state.get(record.p32, {})
-        if not held:
-            return
-        own = {key: self._own(name, key, tensor, slices) for key, tensor in slices.items() if key != MASTER}
-        flat = flattened(held)
-        for key, value in quantised_state(self._optim, record.p32, own).items():
-            if isinstance(flat.get(key), Tensor):
-                flat[key] = value.to(flat[key].device, flat[key].dtype)
-        held.update(_as_held(flat, record))
-
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` unless the saved class (else ``states``), block size and groups fit this optimizer.
 
         ``states``: the saved states by parameter and key, which are tried if the class isn't recorded.
         """
         self._check_groups([list(group["params"]) for group in settings["param_groups"]])
-        samples: dict[int, State] = {}
-        for name, record in self._records.items() if settings[CLASS] is None else ():
-            add_sample(samples, states.get(name, {}), record)
-        check_class(self._optim, settings[CLASS], settings["param_groups"], samples)
+        keys: dict[int, Collection[str]] = {}
+        for name, record in self._records.items():
+            own = states.get(name, {}).keys() - {MASTER}
+            if own and record.split.owner is None:
+                keys[record.group] = own
+        check_class(self._optim, settings[CLASS], settings["param_groups"], keys)
         if settings.get(BLOCK, 1) not in (1, block_size(self._optim)):
             raise ValueError(
                 f"expected states quantised in blocks of {block_size(self._optim)}, got blocks of {settings[BLOCK]}: "
@@ -336,7 +328,7 @@ class ShardedState:
             given = tensors.pop(name, {})
             saved = settings["present"].get(name, ()) if "present" in settings else given
             asked = [
-                key for key in saved if _takes(record, key) and (key in given or key != MASTER or record.keeps_more)
+                key for key in saved if key != MASTER or record.keeps_more or (key in given and takes_master(record))
             ]
             keys = list(given)
             own = {key: self._own(name, key, given.pop(key, None), keys) for key in asked}
@@ -360,7 +352,8 @@ class ShardedState:
 
     def load_progress(self, settings: Mapping[str, Any]) -> None:
         """Load the loss scale and the bucket plans. Gradients must have been cleared."""
-        load_scale(self._optimizer.scaler, settings["loss_scale"])
+        if self._optimizer.scaler is not None and settings["loss_scale"] is not None:
+            self._optimizer.scaler.load_state_dict(settings["loss_scale"])
         index = {name: record.index for name, record in self._records.items()}
         for group in self._optimizer.sharded_groups:
             own = {name for name, record in self._records.items() if record.shard_group == group.number}
@@ -371,28 +364,14 @@ class ShardedState:
 _REMEDY = "build the optimizer with the groups that it was saved with"
 
 
-def _with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list[str]:
-    """Insert into the ``shared`` names each list of ``others``, before the shared name that follows there."""
-    before: dict[str | None, list[str]] = {name: [] for name in (*shared, None)}
-    for names in others:
-        experts: list[str] = []
-        for name in (*names, None):
-            if name is None or name in before:
-                before[name] += experts
-                experts = []
-            else:
-                experts.append(name)
-    return list(dict.fromkeys(name for at in before for name in (*before[at], at) if name is not None))
-
-
 def _is_single(record: ShardedParameter) -> bool:
     """Return whether all ranks step a parameter of a single element, of which all but one hold padding."""
     return record.split.owner is None and record.p.numel() == 1
 
 
-def _takes(record: ShardedParameter, key: str) -> bool:
-    """Return whether this record has a place for a saved state; a master has none in a run without masters."""
-    return key != MASTER or takes_master(record)
+def _is_read(record: ShardedParameter, key: str) -> bool:
+    """Return whether a rank reads its slice of this state: not of a single element's, nor a master without a place."""
+    return takes_master(record) if key == MASTER else not _is_single(record)
 
 
 def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
@@ -411,7 +390,7 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
 
 def _sample_shape(record: ShardedParameter) -> tuple[int, ...]:
     """Return the shape of the small parameter that is stepped to find out the shapes of this one's states."""
-    return (TRIED,) if record.split.owner is None else (TRIED, 6, 5, 4, 3, 2)[: record.p.dim()]
+    return (_TRIED,) if record.split.owner is None else (_TRIED, 6, 5, 4, 3, 2)[: record.p.dim()]
 
 
 def _as_held(flat: State, record: ShardedParameter) -> State:

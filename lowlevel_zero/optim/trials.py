@@ -12,7 +12,7 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
@@ -103,27 +103,25 @@ def states_of_shape(
 
 
 def missing_in(
-    optimizer: Optimizer, numel: int, groups: Sequence[Mapping[str, Any]], states: Mapping[int, Options]
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Collection[str]]
 ) -> str | None:
-    """Return the key that a fresh optimizer lacks to step with these saved ``groups`` and ``states``, or None.
+    """Return the key that a fresh optimizer lacks to step with these saved ``groups`` and states, or None.
 
-    None: nothing, or it could not be tried. ``states`` are those of one parameter of ``numel`` elements in each group
-    that has one.
+    None: nothing, or it could not be tried. ``keys``: by group, those of one parameter's state.
     """
-    try:
-        with undisturbed():
-            params: list[Tensor] = [torch.nn.Parameter(torch.zeros(numel, device="cpu")) for _ in groups]
-            options = [own_options(group) for group in optimizer.param_groups]
-            other = fresh(optimizer, options, [[p] for p in params])
+    with suppress(NoProbe), undisturbed():
+        params: list[Tensor] = [torch.nn.Parameter(torch.zeros(LARGE[:1], device="cpu")) for _ in groups]
+        pairs = zip(optimizer.param_groups, groups, strict=True)
+        other = fresh(optimizer, [own_options({**own, **saved}) for own, saved in pairs], [[p] for p in params])
+        step(other, params, map(torch.zeros_like, params))
+        held, zeros = other.state_dict()["state"], torch.zeros(LARGE[:1], device="cpu")
+        states = {at: {key: held.get(at, {}).get(key, zeros) for key in own} for at, own in keys.items()}
+        saved = [{**own_options(group), "params": [at]} for at, group in enumerate(groups)]
+        try:
+            other.load_state_dict({"state": states, "param_groups": saved})
             step(other, params, map(torch.zeros_like, params))
-            saved = [{**own_options(group), "params": [at]} for at, group in enumerate(groups)]
-            try:
-                other.load_state_dict({"state": dict(states), "param_groups": saved})
-                step(other, params, map(torch.zeros_like, params))
-            except KeyError as missing:
-                return str(missing)
-    except NoProbe:
-        pass
+        except KeyError as missing:
+            return str(missing)
     return None
 
 

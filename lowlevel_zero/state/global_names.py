@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ..communication.shard_group import ShardGroup
@@ -13,70 +13,64 @@ Ranks = tuple[int, ...]
 
 
 class Expert(NamedTuple):
-    """A tensor that only some of the data-parallel ranks have.
-
-    Attributes:
-        name: its name in the models of the ranks that have it.
-        ranks: these ranks, numbered among the data-parallel ones, in the order of its slices.
-    """
+    """A tensor that only some of the data-parallel ranks have: its name there, and their numbers in slice order."""
 
     name: str
     ranks: Ranks
 
 
-class GlobalNames:
-    """The names of a model's tensors that are unique over all ranks.
+def global_names(
+    groups: Sequence[ShardGroup], number_of: Mapping[str, int]
+) -> tuple[dict[str, str], dict[str, Expert]]:
+    """Return names that are unique over all ranks by this rank's own, and all ranks' experts by global name.
 
     What all ranks share has its own name, and so has an expert whose name is nobody else's, as where each rank's
     experts have the numbers of the whole model: who loads it finds it at any layout. Of experts that have a name in
     common the ones in the group of the lowest ranks are ``<name>@0``, the next ones ``<name>@1``, and so on.
 
-    Communicates where there are several shard groups: all ranks make it together.
+    Communicates where there are several shard groups: all ranks call it.
 
     Args:
         groups: the shard groups.
         number_of: the shard groups' numbers by the names of this rank's tensors, and aliases of them.
 
-    Attributes:
-        experts: by global name, those of all ranks.
-
     Raises:
         ValueError: something has such a name already; on all ranks.
     """
+    place = {rank: at for at, rank in enumerate(groups[0].slice_ranks)}
+    ranks_of = [tuple(place[rank] for rank in group.slice_ranks) for group in groups]
+    own = {name: ranks_of[number] for name, number in number_of.items() if number}
+    holders: dict[str, list[Ranks]] = {}
+    for name, ranks in (each for ranks_own in from_all_ranks(groups, own) for each in ranks_own.items()):
+        if ranks not in holders.setdefault(name, []):
+            holders[name].append(ranks)
+    names, experts = {name: name for name in number_of}, {}
+    for name, held in holders.items():
+        for at, ranks in enumerate(held):
+            tagged = name if len(held) == 1 else f"{name}@{at}"
+            if tagged != name and (tagged in holders or tagged in number_of):
+                raise ValueError(
+                    f"{tagged}: expected another name, since {name} of {len(held)} groups' experts would be told apart "
+                    "by it: call it something else"
+                )
+            experts[tagged] = Expert(name, ranks)
+            if own.get(name) == ranks:
+                names[name] = tagged
+    return names, experts
 
-    def __init__(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
-        self.experts: dict[str, Expert] = {}
-        self._own = {name: name for name in number_of}
-        self._tell_experts_apart(groups, number_of)
 
-    def __getitem__(self, name: str) -> str:
-        """Return the global name of the parameter that this rank calls ``name``."""
-        return self._own[name]
-
-    def of(self, own: Mapping[str, T]) -> dict[str, T]:
-        """Return the same values under global names; the keys given are this rank's own names."""
-        return {self._own[name]: value for name, value in own.items()}
-
-    def _tell_experts_apart(self, groups: Sequence[ShardGroup], number_of: Mapping[str, int]) -> None:
-        """Number the experts that several groups have under one name. Communicates with experts."""
-        place = {rank: at for at, rank in enumerate(groups[0].slice_ranks)}
-        ranks_of = [tuple(place[rank] for rank in group.slice_ranks) for group in groups]
-        own = {name: ranks_of[number] for name, number in number_of.items() if number}
-        holders: dict[str, list[Ranks]] = {}
-        for name, ranks in (each for ranks_own in from_all_ranks(groups, own) for each in ranks_own.items()):
-            if ranks not in holders.setdefault(name, []):
-                holders[name].append(ranks)
-        for name, held in holders.items():
-            for at, ranks in enumerate(held):
-                tagged = name if len(held) == 1 else f"{name}@{at}"
-                if tagged != name and (tagged in holders or tagged in number_of):
-                    raise ValueError(
-                        f"{tagged}: expected another name, since {name} of {len(held)} groups' experts would be told "
-                        "apart by it: call it something else"
-                    )
-                self.experts[tagged] = Expert(name, ranks)
-                if own.get(name) == ranks:
-                    self._own[name] = tagged
+def with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list[str]:
+    """Insert into the ``shared`` names each list of ``others``, before the shared name that follows there."""
+    before: dict[str | None, list[str]] = {name: [] for name in (*shared, None)}
+    for names in others:
+        experts: list[str] = []
+        for name in (*names, None):
+            if name is None or name in before:
+                before[name] += experts
+                experts = []
+            else:
+                experts.append(name)
+    return list(dict.fromkeys(name for at in before for name in (*before[at], at) if name is not None))
 
 
 def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
-from ..loss_scaler import LossScaler
 from ..optim.quantised import block_size, quantised_state
 from ..optim.trials import missing_in
 from .values import Slice, whole_slices
@@ -35,7 +34,6 @@ OTHERS = "others"  # states of no parameter
 # Among those: what the class adds to its own state dict, beside states and groups.
 ADDED = "lowlevel_zero.added"
 CLASS = "class"  # the name of the wrapped optimizer's
-TRIED = 7  # elements of a parameter that is tried: a state is unlikely to have 7 for another reason
 
 State = dict[str, Any]
 
@@ -114,17 +112,11 @@ def load_slices(
     optim.load_state_dict({**added, "state": state, "param_groups": groups})
 
 
-def load_scale(scaler: LossScaler | None, loss_scale: Mapping[str, Any] | None) -> None:
-    """Load a loss scale that ``scale_as_numbers`` returned; None keeps the present one."""
-    if scaler is not None and loss_scale is not None:
-        scaler.load_state_dict(loss_scale)
-
-
 def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter, State], fp8: bool) -> None:
     """Give parameters the masters among ``states`` that round to the parameters' values. Communicates.
 
-    A parameter that is fp32 itself becomes its master where it was loaded from what 16 bits had kept of it. That
-    communicates: every rank calls it, with the masters of the same parameters.
+    A parameter that is fp32 itself becomes its master where it was loaded from what 16 bits had kept of it. Every rank
+    calls it, with the masters of the same parameters.
     """
     wide: list[list[Slice]] = [[] for _ in parameters.shard_groups]
     for record in sorted((record for record in states if MASTER in states[record]), key=lambda record: record.index):
@@ -162,45 +154,25 @@ def warn_of_lost_states(group: ShardGroup, names: Sequence[str]) -> None:
 
 
 def check_class(
-    optim: Optimizer, saved: str | None, param_groups: Sequence[Mapping[str, Any]], states: Mapping[int, State]
+    optim: Optimizer, saved: str | None, param_groups: Sequence[Mapping[str, Any]], keys: Mapping[int, Collection[str]]
 ) -> None:
     """Raise ``ValueError`` if the saved state is of another class, or of an unknown one and a trial can't step it.
 
     Args:
+        optim: the wrapped optimizer.
         saved: the class's name; None: nobody has recorded it, as in plain torch's state dicts. Then a small optimizer
             of this class tries what was saved, unless the class loads state dicts by a method of its own.
         param_groups: the settings.
-        states: by group a parameter's, as ``add_sample`` gives them.
+        keys: by group, those of the state of a parameter that is split evenly.
     """
     own = type(optim).__name__
     if saved is not None and saved != own:
         raise ValueError(f"expected the state of this class of optimizer, {own}, got that of {saved}: {_SAME_CLASS}")
     knows_its_own = type(optim).load_state_dict is not Optimizer.load_state_dict
     untried = saved or knows_its_own or block_size(optim) > 1
-    missing = None if untried else missing_in(optim, TRIED, param_groups, states)
+    missing = None if untried else missing_in(optim, param_groups, keys)
     if missing is not None:
         raise ValueError(
             f"expected the state of this class of optimizer, {own}, got one that has no {missing}, without which it "
             f"can't step: {_SAME_CLASS}"
         )
-
-
-def add_sample(samples: dict[int, State], state: Mapping[str, Any], record: ShardedParameter) -> None:
-    """Add a state like this one, but of ``TRIED`` elements, unless the param group has a sample already.
-
-    States of a parameter that one rank steps whole aren't added, since they depend on its shape.
-    """
-    if record.split.owner is not None:
-        return
-    own = {key: value for key, value in state.items() if key != MASTER}
-    if own and record.group not in samples:
-        samples[record.group] = {key: _sample(value, record.p) for key, value in own.items()}
-
-
-def _sample(value: Any, p: Tensor) -> Any:
-    """Return a value of a state on the CPU, and zeros of ``TRIED`` elements in place of one of ``p``'s shape."""
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    if value.shape == p.shape and p.dim():
-        return torch.zeros(TRIED, dtype=value.dtype, device="cpu")
-    return value.detach().to("cpu", copy=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,11 +32,9 @@ from .loading import (
     MASTER,
     PLANS,
     State,
-    add_sample,
     added_to,
     all_or_nothing,
     check_class,
-    load_scale,
     load_slices,
     restore_masters,
     states_of_no_parameter,
@@ -77,10 +75,9 @@ class WholeState(NamedTuple):
     def state_dict(self, pinned: Pinned | None = None, only_on_master: bool = False) -> State:
         """Gather the state, and return a plain torch optimizer's state dict. Communicates: all ranks call it.
 
-        Communicates, one tensor at a time: all ranks call it. Parameters are counted as the caller's groups had
-        them, frozen ones included. fp32 masters of 16-bit parameters are saved as ``master_param``; the loss scale,
-        bucket plans and whether parameters travelled in fp8 under ``EXTRAS``. What the optimizer's class adds to its
-        own state dict is there too.
+        Parameters are counted as the caller's groups had them, frozen ones included. fp32 masters of 16-bit parameters
+        are saved as ``master_param``; the loss scale, bucket plans and whether parameters travelled in fp8 under
+        ``EXTRAS``. What the optimizer's class adds to its own state dict is there too.
         """
         shards = self.shards(math.inf, pinned, only_on_master)
         state: dict[Any, Any] = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
@@ -103,9 +100,9 @@ class WholeState(NamedTuple):
     def shards(
         self, max_shard_size: float, pinned: Pinned | None = None, only_on_master: bool = False
     ) -> Iterator[tuple[dict[int, State], float]]:
-        """Gather the state a tensor at a time, and yield it in pieces with their sizes in MiB. Communicates.
+        """Gather the state a tensor at a time, and yield it in pieces with their sizes in MiB.
 
-        Communicates as it goes: all ranks iterate to the end.
+        Communicates: all ranks iterate to the end.
 
         Args:
             max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
@@ -142,15 +139,19 @@ class WholeState(NamedTuple):
         """Add the states of one shard group's parameters to ``states``; raise where ranks differ. Communicates."""
         records, group = self.parameters.by_shard_group[number], self.parameters.shard_groups[number]
         with together(group, _GIVE, _STATES) as lines:
-            own = {record: own_state(self.optim, record) for record in records}
+            held = {record: flat_state(self.optim, self.optim.state.get(record.p32, {})) for record in records}
+            own = {record: with_master(state, record) for record, state in held.items()}
             told = told_by_owner(own, group.rank)
-            lines += [line for record in records for line in _sliced_states(own[record], record)]
+            lines += [
+                f"{key} of {record.common_name}, {value.dtype}"
+                for record, state in own.items()
+                for key, value in state.items()
+                if record.split.owner is None and is_slice(key, value, record)
+            ]
         states.update(told_states(own, told, group))
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a whole state dict into slices, plain torch's or ``state_dict``'s. Communicates: every rank calls it.
-
-        Every rank calls it, with the same state dict.
+        """Load a whole state dict, plain torch's or ``state_dict``'s, the same on every rank. Communicates.
 
         Raises (on all ranks; nothing has been changed then):
             TypeError: not a mapping.
@@ -170,7 +171,9 @@ class WholeState(NamedTuple):
         shards = [state_dict["state"], {ADDED: added_to(state_dict)}]
         self.load_shards(state_dict["param_groups"], shards, extras)
         if all(group.reducer.syncs.idle for group in self.groups):
-            _restore_plans(self.groups, extras.get(PLANS, []))
+            for group, plan in zip(self.groups, extras.get(PLANS, []), strict=False):
+                if plan is not None and len(plan["order"]) == len(group.records):
+                    group.reducer.restore_plan(PlanState(**plan))
 
     def load_shards(
         self,
@@ -195,7 +198,7 @@ class WholeState(NamedTuple):
         slices: dict[ShardedParameter, State] = {}
         others: State = {}
         lost: list[str] = []
-        samples: dict[int, State] = {}
+        keys: dict[int, Collection[str]] = {}
         with all_or_nothing(parameters.shard_groups[0], _DOING) as undo:
             if loss_scale is not None:
                 check_loss_scale(loss_scale)
@@ -211,12 +214,14 @@ class WholeState(NamedTuple):
                     master = {MASTER: record.slice_of(state[MASTER])} if MASTER in state else {}
                     own = {key: value for key, value in state.items() if key != MASTER}
                     slices[record] = (slice_state(own, record) if record.owns_some else {}) | master
-                    add_sample(samples, own, record)
+                    if own and record.split.owner is None:
+                        keys[record.group] = own.keys()
                 elif state and place in places:
                     lost.append(parameter_names(parameters.groups, self.model)[places[place]])
-            check_class(self.optim, extras.get(CLASS), param_groups, samples)
+            check_class(self.optim, extras.get(CLASS), param_groups, keys)
             load_slices(self.optim, parameters, param_groups, slices, others, undo)
-        load_scale(self.scaler, loss_scale)
+        if self.scaler is not None and loss_scale is not None:
+            self.scaler.load_state_dict(loss_scale)
         restore_masters(parameters, slices, extras.get(FP8, False))
         warn_of_lost_states(parameters.shard_groups[0], lost)
 
@@ -230,18 +235,6 @@ def scale_as_numbers(scaler: LossScaler | None) -> State | None:
 
 def _places(parameters: ParameterStore) -> dict[Tensor, int]:
     return {p: place for place, p in enumerate(p for group in parameters.groups for p in group)}
-
-
-def _sliced_states(state: State, record: ShardedParameter) -> Iterator[str]:
-    """Yield a line for each state that is cut evenly between ranks, for them to compare."""
-    for key, value in state.items() if record.split.owner is None else ():
-        if is_slice(key, value, record):
-            yield f"{key} of {record.common_name}, {value.dtype}"
-
-
-def own_state(optim: Optimizer, record: ShardedParameter) -> State:
-    """Return a parameter's state on this rank, and its master under ``MASTER``. Doesn't communicate."""
-    return with_master(flat_state(optim, optim.state.get(record.p32, {})), record)
 
 
 def with_master(state: State, record: ShardedParameter) -> State:
@@ -294,14 +287,6 @@ def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
             continue
         values = (f"{key} {tuple(value.shape) if isinstance(value, Tensor) else ''}" for key, value in state.items())
         yield f"state of parameter {place}: {', '.join(values)}"
-
-
-def _restore_plans(groups: Sequence[ShardedGroup], plans: Iterable[Mapping[str, Any] | None]) -> None:
-    """Restore the bucket plans that have as many parameters as the groups; there must be no gradients."""
-    for group, saved in zip(groups, plans, strict=False):
-        plan = None if saved is None else PlanState(**saved)
-        if plan is not None and len(plan.order) == len(group.records):
-            group.reducer.restore_plan(plan)
 
 
 def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
