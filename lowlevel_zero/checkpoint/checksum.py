@@ -23,12 +23,7 @@ _PIECE = 2**20  # bytes of a file that are summed at a time, of which the proces
 
 
 class FileSum(NamedTuple):
-    """The length and the checksum of a file.
-
-    Attributes:
-        bytes: the length of the file.
-        checksum: of all of it, 32 bits.
-    """
+    """The length of a file in bytes, and its checksum of 32 bits."""
 
     bytes: int
     checksum: int

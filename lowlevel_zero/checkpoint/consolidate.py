@@ -54,7 +54,7 @@ def consolidate(
         OSError: a file can't be read or written. After any error ``out`` is unchanged.
     """
     refuse_existing(out, force)
-    _safetensors()
+    library = _safetensors()
     for name, expert in checkpoint.manifest.experts.items():
         if name != expert.name:
             raise ValueError(
@@ -77,7 +77,7 @@ def consolidate(
         return tensor
 
     try:
-        _save_model(_model(checkpoint, read), written / MODEL)
+        _save_model(library, _model(checkpoint, read), written / MODEL)
         torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
         os.chmod(written / MODEL, (written / OPTIMIZER).stat().st_mode)  # safetensors' is for its owner alone
         for name in (MODEL, OPTIMIZER):
@@ -139,18 +139,11 @@ def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Te
     """Read each optimizer's state dict; return a list or a dict of them as they were saved, or the only one itself."""
     found: dict[Name, State] = {}
     for of, settings in checkpoint.objects.optimizers.items():
-        states = {name: checkpoint.states.get(name, {}) for name in checkpoint.trained(settings)}
-        found[of] = _state_dict(
-            settings,
-            {
-                name: _of_elements(
-                    {key: read(name, key, like) for key, like in state.items()},
-                    checkpoint.model[name],
-                    settings[BLOCK],
-                )
-                for name, state in states.items()
-            },
-        )
+        states: dict[str, State] = {}
+        for name in checkpoint.trained(settings):
+            state = {key: read(name, key, like) for key, like in checkpoint.states.get(name, {}).items()}
+            states[name] = _of_elements(state, checkpoint.model[name], settings[BLOCK])
+        found[of] = _state_dict(settings, states)
     if set(found) == {None}:
         return found[None]
     return list(found.values()) if all(isinstance(name, int) for name in found) else found
@@ -208,9 +201,8 @@ def _safetensors() -> Any:
         raise ImportError("consolidate writes a safetensors file: pip install safetensors") from error
 
 
-def _save_model(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write ``tensors`` as a safetensors file; ``ValueError`` for a dtype that the format lacks."""
-    library = _safetensors()
+def _save_model(library: Any, tensors: dict[str, Tensor], path: Path) -> None:
+    """Write ``tensors`` by safetensors, the ``library``; ``ValueError`` for a dtype that the format lacks."""
     try:
         library.torch.save_file(tensors, path, metadata={"format": "pt"})
     except KeyError as error:

@@ -46,13 +46,7 @@ class NotSynced(OSError):
 
 
 class Found(NamedTuple):
-    """A directory that is a checkpoint, or was one.
-
-    Attributes:
-        path: the directory.
-        head: the first line of its manifest; None: it can't be read.
-        damage: why not.
-    """
+    """A directory that is a checkpoint, or was one; ``damage`` tells why there is no ``head`` of its manifest."""
 
     path: Path
     head: Head | None

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from .manifest import METADATA, OBJECTS, TAKE_ANOTHER
+from .manifest import METADATA, TAKE_ANOTHER
 from .optimizers import Name, called
 from .plan import Keys, name_of
 
@@ -85,11 +85,6 @@ def _leaves(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
             yield from _leaves((*keys, at), each)
     else:
         yield keys, value
-
-
-def read_objects(folder: Path) -> Objects:
-    """Read the objects of the checkpoint ``folder``; raises as ``read_data`` does."""
-    return Objects(**read_data(folder / OBJECTS))
 
 
 def packed(value: object, what: str) -> bytes:

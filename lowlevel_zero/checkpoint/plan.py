@@ -33,16 +33,7 @@ Keys = tuple[Any, ...]
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        path: its keys.
-        dtype: the dtype of the tensor.
-        shape: the shape of the tensor.
-        strides: the strides of the tensor, without gaps.
-        split: cuts its elements, in memory order, into parts.
-        writers: the rank that writes each part.
-    """
+    """A tensor of a checkpoint, dense; ``split`` cuts its elements, in memory order, into a part for each writer."""
 
     path: Keys
     dtype: torch.dtype

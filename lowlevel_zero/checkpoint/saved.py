@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from ..bookkeeping.storages import flat_in_memory_order
 from ..state.boxes import BoxedTensor, Shape, boxes_in_memory
 from ..state.values import STEP
 from .manifest import METADATA, OBJECTS, TAKE_ANOTHER, TRAINABLE, Manifest, SavedTensor, read_manifest
-from .objects import Objects, Settings, read_metadata, read_objects
+from .objects import Objects, Settings, read_data, read_metadata
 from .plan import name_of
 from .tensor_bytes import TensorBytes, memory_of
 
 _STATE = ("optim", "state")  # the first keys of an optimizer's states
-
-
-class _Run(NamedTuple):
-    """Elements of a saved tensor that are adjacent both in memory order and in a file.
-
-    Attributes:
-        start: the place of the first one in the tensor.
-        layout: the layout of their bytes.
-        file: the file's name.
-        offset: where their bytes begin in it.
-    """
-
-    start: int
-    layout: TensorBytes
-    file: str
-    offset: int
-
-    @property
-    def stop(self) -> int:
-        """Return the index behind the last element."""
-        return self.start + torch.Size(self.layout.sizes).numel()
 
 
 class SavedCheckpoint:
@@ -65,7 +47,7 @@ class SavedCheckpoint:
     @cached_property
     def objects(self) -> Objects:
         """Return the values that are no tensors of parameters, buffers or states."""
-        return read_objects(self.path)
+        return Objects(**read_data(self.path / OBJECTS))
 
     @cached_property
     def model(self) -> dict[str, Tensor]:
@@ -135,45 +117,39 @@ class SavedCheckpoint:
 
     def _read_range(self, full: str, flat: Tensor, start: int, saved: Shape) -> None:
         """Read the elements of a tensor from ``start`` on, in memory order, into the 1-D ``flat``."""
-        missing, stop = len(flat), start + len(flat)
-        for run in self._runs(full, saved) if missing else ():
-            first, last = max(start, run.start), min(stop, run.stop)
+        described = self.metadata.state_dict_metadata.get(full)
+        if not isinstance(described, TensorStorageMetadata):
+            raise ValueError(f"{self.path}: {full}: expected a tensor, got a pickle: {TAKE_ANOTHER}")
+        missing = len(flat)
+        for chunk in described.chunks if missing else ():
+            begin = sum(offset * stride for offset, stride in zip(chunk.offsets, saved, strict=True))
+            first, last = max(start, begin), min(start + len(flat), begin + chunk.sizes.numel())
             if first < last:
-                self._read_run(full, run, first, flat[first - start : last - start])
+                self._read_chunk(full, chunk, saved, first - begin, flat[first - start : last - start])
                 missing -= last - first
         if missing:
             raise ValueError(f"{self.path}: damaged, {full} lacks {missing:,} elements: {TAKE_ANOTHER}")
 
-    def _runs(self, full: str, saved: Shape) -> Iterator[_Run]:
-        """Yield the runs of elements of the tensor ``full``, each with its place in the checkpoint's files."""
-        described = self.metadata.state_dict_metadata.get(full)
-        if not isinstance(described, TensorStorageMetadata):
-            raise ValueError(f"{self.path}: {full}: expected a tensor, got a pickle: {TAKE_ANOTHER}")
-        for chunk in described.chunks:
-            start = sum(offset * stride for offset, stride in zip(chunk.offsets, saved, strict=True))
-            numel = chunk.sizes.numel()
-            ((_, strides),) = boxes_in_memory(chunk.sizes, saved, 0, numel)
-            place = self.metadata.storage_data[MetadataIndex(full, chunk.offsets)]
-            layout = TensorBytes(described.properties.dtype, chunk.sizes, strides)
-            yield _Run(start, layout, place.relative_path, place.offset)
-
-    def _read_run(self, full: str, run: _Run, first: int, flat: Tensor) -> None:
-        """Read the elements of ``run`` from the tensor's element ``first`` on into ``flat``."""
-        if flat.dtype != run.layout.dtype:
-            raise ValueError(f"{self.path}: {full}: expected {flat.dtype}, got {run.layout.dtype}")
+    def _read_chunk(self, full: str, chunk: ChunkStorageMetadata, saved: Shape, first: int, flat: Tensor) -> None:
+        """Read the elements of a chunk from its element ``first`` on, in memory order, into ``flat``."""
+        ((_, strides),) = boxes_in_memory(chunk.sizes, saved, 0, chunk.sizes.numel())
+        head = TensorBytes(flat.dtype, chunk.sizes, strides).head()
+        place = self.metadata.storage_data[MetadataIndex(full, chunk.offsets)]
+        name, offset = place.relative_path, place.offset
         host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
-        memory, head = memory_of(host), run.layout.head()
-        with (self.path / run.file).open("rb", buffering=0) as file:
-            file.seek(run.offset)
+        memory = memory_of(host)
+        with (self.path / name).open("rb", buffering=0) as file:
+            file.seek(offset)
             if file.read(len(head)) != head:
                 raise ValueError(
-                    f"{self.path}: {full} can't be read, {run.file} is damaged at byte {run.offset:,}: {TAKE_ANOTHER}"
+                    f"{self.path}: {full} can't be read, {name} is damaged at byte {offset:,}, where a {flat.dtype} "
+                    f"tensor was expected: {TAKE_ANOTHER}"
                 )
-            file.seek((first - run.start) * flat.element_size(), 1)
+            file.seek(first * flat.element_size(), 1)
             while memory:
                 count = file.readinto(memory)
                 if not count:
-                    raise ValueError(f"{self.path}: {full} can't be read, {run.file} ends too early: {TAKE_ANOTHER}")
+                    raise ValueError(f"{self.path}: {full} can't be read, {name} ends too early: {TAKE_ANOTHER}")
                 memory = memory[count:]
         if host is not flat:
             flat.copy_(host)

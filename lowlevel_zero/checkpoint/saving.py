@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..communication.agreement import together
-from ..communication.process_groups import context_of, side_group
+from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import BY_ELEMENTS
@@ -113,10 +113,7 @@ def save_checkpoint(
     run = run_of(group, optimizers)
     contents.add_experts(share)
     token = hashlib.sha256(f"{run.ids[0]} ".encode() + os.fsencode(target)).hexdigest()[:16]
-    ranks = group.ranks if group.has_others else 1
-    writer = CheckpointWriter(
-        target, token, side_group(group.group), group.group_rank, ranks, _manifest(contents, run), share
-    )
+    writer = CheckpointWriter(target, token, group, _manifest(contents, run), share)
     write = partial(_write, writer, keep if group.group_rank == 0 else None, run)
     if async_save:
         saving.start(write)
@@ -162,17 +159,13 @@ class Saving(Background[Path]):
             end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
         devices = {value.device for value in values.values()}
         pins = streams_of(devices).pins
-        fits = former is not None and former.nbytes >= end and former.is_pinned() == pins
-        staging = (
-            former
-            if fits and former is not None
-            else torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pins)
-        )
+        if former is None or former.nbytes < end or former.is_pinned() != pins:
+            former = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pins)
+        self.staging = staging = former
         copies = {keys: staging[places[keys]].view(value.dtype) for keys, value in values.items()}
         for keys, copy in copies.items():
             copy.copy_(values[keys].detach(), non_blocking=True)
         streams_of(devices).mark().synchronize()
-        self.staging = staging
         return copies
 
 
@@ -230,12 +223,7 @@ def finish_last(group: ShardGroup) -> None:
 
 
 class Run(NamedTuple):
-    """The run that a set of optimizers belongs to.
-
-    Attributes:
-        ids: the id of this run, and then those of the runs that it continues.
-        serial: the serial number of the newest checkpoint that the run has saved or loaded.
-    """
+    """The ids of a run and of those that it continues, and the serial number of its newest checkpoint."""
 
     ids: tuple[str, ...]
     serial: int
@@ -254,13 +242,11 @@ def run_of(
         others: runs that it goes on from.
         serial: the number of the checkpoint that is loaded; 0: one is about to be saved.
     """
-    known = dict.fromkeys(run for optimizer in optimizers.values() for run in optimizer.runs)
-    if not known:
-        known = {f"{group.from_rank_zero([secrets.randbits(62)])[0]:016x}": None}
+    known = [run for optimizer in optimizers.values() for run in optimizer.runs]
+    known = known or [f"{group.from_rank_zero([secrets.randbits(62)])[0]:016x}"]
     newest = max(optimizer.serial for optimizer in optimizers.values())
-    run = Run(
-        tuple(dict.fromkeys((*known, *others))), max(serial, newest) if serial else max(time.time_ns(), newest + 1)
-    )
+    newest = max(serial, newest) if serial else max(time.time_ns(), newest + 1)
+    run = Run(tuple(dict.fromkeys((*known, *others))), newest)
     for optimizer in optimizers.values():
         optimizer.runs, optimizer.serial = run
     return run
@@ -286,26 +272,21 @@ def _tell_untrained(contents: Contents) -> None:
 def _settings(contents: Contents, name: Name, scheduler: Any) -> Settings:
     """Return one optimizer's settings, its scheduler's state and the options that its layout depends on."""
     optimizer = contents.optimizers[name]
+    splits = ((record.name, record.split) for record in optimizer.sharded_parameters)
+    told = {name: (split.by, split.owner, split.multiple, split.costs) for name, split in splits}
+    layout = {
+        "communication_dtype": optimizer.options.communication.dtype,
+        "fp8_communication": optimizer.options.communication.fp8,
+        "master_weights": optimizer.options.master_weights,
+        "cpu_offload": optimizer.options.cpu_offload,
+        "splits": {name: split for name, split in told.items() if split != (BY_ELEMENTS, None, 1, ())},
+    }
     return {
         **contents.states_of[name].settings(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "options": _layout_options(optimizer),
+        "options": layout,  # loading needs neither this nor what follows
         "stage": optimizer.options.stage,
         "slices": optimizer.shard_group.size,
-    }
-
-
-def _layout_options(optimizer: LowLevelZeroOptimizer) -> dict[str, Any]:
-    """Return the options that a run's layout depends on, and unusual splits; loading needs neither."""
-    options, travel = optimizer.options, optimizer.options.communication
-    splits = ((record.name, record.split) for record in optimizer.sharded_parameters)
-    told = {name: (split.by, split.owner, split.multiple, split.costs) for name, split in splits}
-    return {
-        "communication_dtype": travel.dtype,
-        "fp8_communication": travel.fp8,
-        "master_weights": options.master_weights,
-        "cpu_offload": options.cpu_offload,
-        "splits": {name: split for name, split in told.items() if split != (BY_ELEMENTS, None, 1, ())},
     }
 
 

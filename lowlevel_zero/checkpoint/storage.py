@@ -11,6 +11,8 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from ..communication.failed_ranks import lost_rank_error
+from ..communication.process_groups import side_group
+from ..communication.shard_group import ShardGroup
 from .checksum import FileSum, SummedFile
 from .folders import NotSynced, claim, clear_remains, publish
 from .manifest import MANIFEST, METADATA, Manifest
@@ -27,18 +29,15 @@ class CheckpointWriter:
     Args:
         path: where the checkpoint will be.
         token: 16 hexadecimal digits that the ranks have in common.
-        group: the process group over which the ranks exchange checksums and errors.
-        rank: this rank's number in it.
-        ranks: the number of ranks that write.
+        group: the ranks that write.
         manifest: describes the checkpoint, but for ``files``.
         share: the part of this rank.
     """
 
-    def __init__(
-        self, path: Path, token: str, group: dist.ProcessGroup, rank: int, ranks: int, manifest: Manifest, share: Share
-    ) -> None:
+    def __init__(self, path: Path, token: str, group: ShardGroup, manifest: Manifest, share: Share) -> None:
         self._path, self._written = path, path.with_name(f"{path.name}.{token}.tmp")
-        self._group, self._rank, self._ranks = group, rank, ranks
+        self._group = side_group(group.group)
+        self._rank, self._ranks = group.group_rank, group.ranks if group.has_others else 1
         self._manifest, self._share = manifest, share
 
     def write(self) -> Path:

@@ -57,12 +57,7 @@ class Blocks(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A rectangle in a tensor.
-
-    Attributes:
-        offsets: the first index in each dimension.
-        sizes: the extent in each dimension.
-    """
+    """A rectangle in a tensor: its first index and its extent in each dimension."""
 
     offsets: Shape
     sizes: Shape
