@@ -87,13 +87,10 @@ class Contents:
         optimizers: each trains some of its parameters, and no two the same.
 
     Attributes:
-        optimizers: by name.
         entries: this rank's parameters and persistent buffers by their first names.
         saved: every rank's, as a manifest describes them, those that are left out too.
         tied: every rank's other names of tensors that have several.
-        extra_states: the results of modules' ``get_extra_state``, of every rank.
         experts: the tensors that not all ranks have.
-        states_of: the optimizers'.
         excluded: the entries of ``saved`` that are left out.
 
     Raises:

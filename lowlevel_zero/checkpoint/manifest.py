@@ -190,18 +190,17 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     if outside:
         raise TypeError(f"expected names of files in its folder, got {outside[0]}")
     parts = {
-        "tensors": _tensors(content["tensors"]),
+        "tensors": {name: _tensor(entry) for name, entry in content["tensors"].items()},
         "files": {name: FileSum(*file) for name, file in content["files"].items()},
         "experts": {name: Expert(each["name"], tuple(each["ranks"])) for name, each in content["experts"].items()},
-        "excluded": _tensors(content["excluded"]),
+        "excluded": {name: _tensor(entry) for name, entry in content["excluded"].items()},
         "runs": tuple(content["runs"]),
     }
     return Manifest(**{**content, **parts})
 
 
-def _tensors(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:
-    tuples = {name: {key: tuple(entry[key]) for key in ("shape", "stride")} for name, entry in entries.items()}
-    return {name: SavedTensor(**{**entry, **tuples[name]}) for name, entry in entries.items()}
+def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
+    return SavedTensor(**{**entry, "shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])})
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -98,21 +98,13 @@ def packed(value: object, what: str) -> bytes:
         unpacked(content)
         return content
     except Exception as error:  # pickling calls whatever the object brings along
-        place, refused = next((pair for pair in tree_leaves_with_path(value) if not _is_taken(pair[1])), ((), value))
+        for place, part in tree_leaves_with_path(value):
+            if place:
+                packed(part, f"{what}{keystr(place)}")  # raises for the first part that isn't taken back
         raise TypeError(
-            f"{what}{keystr(place)}: expected what torch.load(weights_only=True) takes back (numbers, strings, "
-            f"tensors, lists, dicts), got a {type(refused).__module__}.{type(refused).__qualname__}: convert it to one "
-            "of them"
+            f"{what}: expected what torch.load(weights_only=True) takes back (numbers, strings, tensors, lists, "
+            f"dicts), got a {type(value).__module__}.{type(value).__qualname__}: convert it to one of them"
         ) from error
-
-
-def _is_taken(value: object) -> bool:
-    """Return whether ``torch.load(weights_only=True)`` takes ``value`` back."""
-    try:
-        unpacked(saved_bytes(value))
-    except Exception:
-        return False
-    return True
 
 
 def saved_bytes(value: object) -> bytes:

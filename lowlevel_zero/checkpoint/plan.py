@@ -81,11 +81,9 @@ def name_of(path: Keys) -> str:
 
 
 def metadata_of(share: Share, ranks: int) -> bytes:
-    """Return the pickled content of ``.metadata``, torch.distributed.checkpoint's index.
+    """Return the pickled content of ``.metadata``, torch.distributed.checkpoint's index of what ``ranks`` ranks write.
 
-    Args:
-        share: the first rank's, with the tensors of all ranks. Each rank writes its parts in this order.
-        ranks: the number of ranks that write.
+    ``share``: the first rank's, with the tensors of all ranks. Each rank writes its parts in this order.
     """
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

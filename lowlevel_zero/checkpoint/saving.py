@@ -232,15 +232,9 @@ class Run(NamedTuple):
 def run_of(
     group: ShardGroup, optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = (), serial: int = 0
 ) -> Run:
-    """Return the run of these optimizers, made if they have none, and store it in them. May communicate.
+    """Return the run of these optimizers, and store it in them. The first call communicates: the first rank names it.
 
-    The first call for optimizers communicates: the first rank names their run.
-
-    Args:
-        group: the ranks.
-        optimizers: the optimizers, by name.
-        others: runs that it goes on from.
-        serial: the number of the checkpoint that is loaded; 0: one is about to be saved.
+    ``others``: runs that it goes on from. ``serial``: that of the checkpoint that is loaded; 0: one is to be saved.
     """
     known = [run for optimizer in optimizers.values() for run in optimizer.runs]
     known = known or [f"{group.from_rank_zero([secrets.randbits(62)])[0]:016x}"]

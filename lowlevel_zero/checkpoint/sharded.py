@@ -137,7 +137,10 @@ def _state_of(optimizer: LowLevelZeroOptimizer) -> ShardedState:
     """Collect an optimizer's state, including what only some ranks have. Communicates."""
     with together(optimizer.shard_group, _GIVE):
         state = ShardedState(optimizer)
-    state.meet(_names(optimizer))
+    parameters, own = optimizer.sharded_parameters, optimizer.parameter_names()
+    numbers = {name: parameters.shard_group_of(p) for p, name in own.items()}
+    names, _ = global_names(parameters.shard_groups, numbers)
+    state.meet({p: names[name] for p, name in own.items()})
     return state
 
 
@@ -175,11 +178,3 @@ def _check_trained(names: Mapping[Tensor, str], records: Iterable[ShardedParamet
                 f"{name}: expected the parameter that the optimizer trains in the model, got another one: if its layer "
                 "was replaced after the optimizer was constructed, construct another one, which trains the new layer"
             )
-
-
-def _names(optimizer: LowLevelZeroOptimizer) -> dict[Tensor, str]:
-    """Return the global names of parameters. Communicates if the model has experts."""
-    parameters, own = optimizer.sharded_parameters, optimizer.parameter_names()
-    numbers = {name: parameters.shard_group_of(p) for p, name in own.items()}
-    names, _ = global_names(parameters.shard_groups, numbers)
-    return {p: names[name] for p, name in own.items()}

@@ -71,9 +71,6 @@ class ShardedState:
     When it is made, gathers are over, and masters follow what others wrote into parameters. Before it is used, ``meet``
     is called, on all ranks.
 
-    Args:
-        optimizer: the optimizer.
-
     Attributes:
         present: the names of the states that are tensors, masters among them, of all ranks' parameters that have some.
     """

@@ -24,14 +24,10 @@ ALONE = "destroy_process_group was called before all was written: call wait() fi
 
 
 class CheckpointWriter:
-    """Writes a checkpoint beside ``path``; the first rank renames it when all ranks have written.
+    """Writes a checkpoint beside ``path``; the first rank of ``group`` renames it when all ranks have written.
 
-    Args:
-        path: where the checkpoint will be.
-        token: 16 hexadecimal digits that the ranks have in common.
-        group: the ranks that write.
-        manifest: describes the checkpoint, but for ``files``.
-        share: the part of this rank.
+    Each rank writes its ``share``. The ``token``, 16 hexadecimal digits, is the same on all, and so is the
+    ``manifest``, which the first rank writes with the files' sizes and checksums.
     """
 
     def __init__(self, path: Path, token: str, group: ShardGroup, manifest: Manifest, share: Share) -> None:

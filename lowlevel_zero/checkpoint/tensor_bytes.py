@@ -25,13 +25,7 @@ _STORAGES = _pickled(["0"])  # the keys of those whose values follow
 
 
 class TensorBytes(NamedTuple):
-    """The layout of a dense tensor's bytes.
-
-    Attributes:
-        dtype: the dtype of the tensor.
-        sizes: the shape of the tensor.
-        strides: the strides of the tensor, in elements, without gaps.
-    """
+    """The layout of a dense tensor's bytes; ``strides`` are in elements, without gaps."""
 
     dtype: torch.dtype
     sizes: Sequence[int]

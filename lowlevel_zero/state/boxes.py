@@ -34,11 +34,9 @@ class Spans(Protocol):
 
 
 class Blocks(NamedTuple):
-    """The division among ranks of a tensor with one element for each block of another tensor's elements.
+    """The division among ranks of a tensor with one element for each block, of ``size`` elements, of another tensor.
 
-    Attributes:
-        split: the division of the other tensor. Ranks share no block where its spans begin at blocks.
-        size: elements of a block.
+    ``split`` divides the other tensor. Ranks share no block where its spans begin at blocks.
     """
 
     split: Spans

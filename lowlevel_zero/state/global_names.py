@@ -81,12 +81,9 @@ def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
 def of_all_ranks(
     groups: Sequence[ShardGroup], number_of: Mapping[str, int], *own: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return ``own`` joined with other ranks' entries of experts (``number_of`` > 0). Communicates with experts.
+    """Return ``own`` joined with other ranks' entries of experts. Communicates with experts.
 
-    Args:
-        groups: the shard groups.
-        number_of: the shard groups' numbers by global names.
-        own: this rank's values, in one dict or several; as many are returned.
+    All go by global names. ``number_of``: of shard groups; experts' are above 0. As many dicts return as are given.
     """
     found = [dict(each) for each in own]
     experts = [{name: value for name, value in each.items() if number_of[name]} for each in own]

@@ -54,9 +54,8 @@ class Slice(NamedTuple):
 
     def row(self) -> Tensor:
         """Return this rank's elements, 1-D, in memory order, on the parameters' device."""
-        if self.is_of_elements:
-            return self.record.flat_slice(self.own).to(self.record.padded.device)
-        return flat_in_memory_order(self.own, self.like).to(self.record.padded.device)
+        flat = self.record.flat_slice(self.own) if self.is_of_elements else flat_in_memory_order(self.own, self.like)
+        return flat.to(self.record.padded.device)
 
     @property
     def like(self) -> Tensor:
@@ -120,7 +119,7 @@ def _told(value: Any) -> Any:
 
 
 def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
-    """Gather each slice, and yield the whole tensor, of ``p``'s shape and on its device. Communicates.
+    """Gather each slice, and yield the whole tensor, of ``p``'s shape and on its device.
 
     They travel in few messages of at most ``MESSAGE_BYTES`` (or one larger tensor), each when its first tensor is asked
     for. Communicates: all ranks iterate to the end.

@@ -54,15 +54,9 @@ Pinned = dict[int, State]
 
 
 class WholeState(NamedTuple):
-    """Saves and loads the optimizer's state in whole tensors on the host, as plain torch does.
+    """Saves and loads the state of ``optim``, the wrapped optimizer, in whole tensors on the host, as plain torch does.
 
-    Attributes:
-        optim: the wrapped optimizer.
-        parameters: the records of its slices.
-        groups: the same records by shard group.
-        scaler: of the loss; None: there is none.
-        fp8: whether parameters travel in fp8.
-        model: gives names to messages; None: there is none.
+    ``fp8``: parameters travel in fp8. ``model``: gives names to messages.
     """
 
     optim: Optimizer
