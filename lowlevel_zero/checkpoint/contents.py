@@ -312,14 +312,12 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
     """Return the manifest's entry of a tensor: its shape, strides, dtype and kind; raise if it isn't dense."""
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
+    kind, like = BUFFER, _without_values(tensor)
     if owner.record is not None:
         owner.record.take_back()
-    like = tensor if owner.record is not None else _without_values(tensor)
-    kind = UNTRAINED if tensor.requires_grad else FROZEN
-    if owner.record is not None:
-        kind = TRAINABLE
-    elif not isinstance(tensor, nn.Parameter):
-        kind = BUFFER
+        kind, like = TRAINABLE, tensor
+    elif isinstance(tensor, nn.Parameter):
+        kind = UNTRAINED if tensor.requires_grad else FROZEN
     dtype = str(tensor.dtype).removeprefix("torch.")
     return SavedTensor(tuple(tensor.shape), tuple(like.stride()), dtype, kind, owner.group, owner.optimizer)
 

@@ -88,11 +88,7 @@ def _leaves(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def packed(value: object, what: str) -> bytes:
-    """Return ``value`` as ``torch.save`` writes it; raise if ``torch.load(weights_only=True)`` refuses it.
-
-    Raises:
-        TypeError: ``torch.load(weights_only=True)`` would not take it back.
-    """
+    """Return ``value`` as ``torch.save`` writes it; ``TypeError`` if ``torch.load(weights_only=True)`` refuses it."""
     try:
         content = saved_bytes(value)
         unpacked(content)

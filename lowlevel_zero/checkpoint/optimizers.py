@@ -27,11 +27,7 @@ def by_name(given: Any) -> dict[Name, Any]:
 
 
 def group_of(given: Any) -> ShardGroup:
-    """Return the shard group of the first optimizer given, whose ranks make the call together.
-
-    Raises:
-        TypeError: there is no optimizer of this package's.
-    """
+    """Return the shard group of the first optimizer of this package's, whose ranks make the call together."""
     ours = [each for each in by_name(given).values() if isinstance(each, LowLevelZeroOptimizer)]
     if not ours:
         raise _not_ours("optimizer", given)
@@ -64,11 +60,7 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
 
 
 def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Any]:
-    """Check the schedulers that were given, and return each optimizer's, or None. Doesn't communicate.
-
-    Raises:
-        ValueError: ``scheduler`` isn't made up as ``optimizer`` is.
-    """
+    """Return each optimizer's scheduler, or None; ``ValueError`` unless they are made up as optimizers are."""
     if scheduler is None:
         return dict.fromkeys(optimizers)
     found = by_name(scheduler)

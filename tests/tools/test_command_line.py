@@ -247,10 +247,23 @@ class Counted(nn.Linear):
         assert state == {"seen": 3}
 
 
+TABLE = torch.arange(6).view(2, 3)
+
+
+class Tabled(nn.Identity):
+    """A module whose state is a tensor that others have, too, in another memory order than it is read in."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return TABLE.t()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert torch.equal(state, TABLE.t())
+
+
 def save_counted(rank: int, world_size: int, path: Path) -> None:
     from lowlevel_zero import LowLevelZeroOptimizer
 
-    model = nn.Sequential(Counted(2, 2))
+    model = nn.Sequential(Counted(2, 2), Tabled(), Tabled())
     save_checkpoint(path, model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model))
 
 
@@ -258,7 +271,9 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, capsys: pytest.Ca
     run_ranks(save_counted, 1, tmp_path / "step-0")
     assert main(["consolidate", str(tmp_path / "step-0"), str(tmp_path / "out")]) == 0
     assert "left out, since safetensors holds tensors alone: 0._extra_state" in capsys.readouterr().out
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"0.weight", "0.bias"}
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == {"0.weight", "0.bias", "1._extra_state", "2._extra_state"}
+    assert torch.equal(tensors["2._extra_state"], TABLE.t())
     assert torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"] == {}
 
 
