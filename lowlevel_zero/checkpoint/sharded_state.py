@@ -14,7 +14,8 @@ from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
 from ..bookkeeping.storages import flat_in_memory_order
 from ..loss_scaler import check_loss_scale
 from ..optim.quantised import block_size, is_scale, quantised_state, scales_of, stored_state
-from ..optim.trials import NoProbe, states_of_shape
+from ..optim.trials import states_of_shape
+from ..optim.twins import NoProbe
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import WholeSplit
 from ..sharded_group import ShardedGroup

@@ -6,35 +6,23 @@ class's constructor, with the options that the optimizer has recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from numbers import Number
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from .trials import (
-    LARGE,
-    NoProbe,
-    counters,
-    kinds_to_try,
-    refuse_communication,
-    skip_ahead,
-    step,
-    twin,
-    undisturbed,
-    unlike_settings,
-)
+from .trials import LARGE, refuse_communication, step, undisturbed
+from .twins import NoProbe, kinds_to_try, twin, unlike_settings
 
 # Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
 Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[list[Tensor]]]
-# What ``counters`` has told.
-Counters: TypeAlias = dict[tuple[int, Any], float]
 
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
@@ -47,8 +35,19 @@ _ALONG = 0.003  # less than the angle at which AdamP begins, for the largest par
 _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(_SIZES)  # of the element: each step rounds it
 _EARLY = 3  # steps in which all parameters have gradients, after which param groups are compared
+_LACKING = 4  # the step in which some have none
+_AHEAD = 10**5  # steps: some classes change their rule after so many
 _LATER = 4  # steps late in a run
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
+# Texts about a parameter's shape, and the gap.
+_SLICES_DIFFER = (
+    f"a {{}} parameter and its {_RANKS} flat slices differ by {{:.1e}} of the update in a probe, so its updates depend "
+    "on the other elements, on the shape, or on random numbers"
+)
+_OWNED_DIFFER = (
+    "a {} parameter that is stepped beside others and without them differs by {:.1e} of the update in a probe, so its "
+    "updates depend on other parameters, or on random numbers"
+)
 
 
 def probe_elements(optimizer: Optimizer, dtypes: Collection[torch.dtype] = ()) -> str | None:
@@ -57,7 +56,7 @@ def probe_elements(optimizer: Optimizer, dtypes: Collection[torch.dtype] = ()) -
     If it can't be tried, the result says why. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer``
     and random number generators stay unchanged.
     """
-    return _tried(_first_difference, optimizer) or _of_dtypes(_last_difference, optimizer, dtypes)
+    return _tried(_of_slices, optimizer) or _of_dtypes(_of_last_slices, optimizer, dtypes)
 
 
 def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
@@ -67,13 +66,14 @@ def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collecti
     numbers of dimensions. Some have no gradient in one step, unless the class can't step so at all. Else as
     ``probe_elements``.
     """
+    without_drops = partial(_of_owned, dims=dims)
     try:
         with undisturbed():
             refuse_communication(optimizer)
-            found = _difference_of_owned(optimizer, dims, drops=True)
+            found = _of_owned(optimizer, dims, drops=True)
     except NoProbe:
-        found = _tried(partial(_difference_of_owned, dims=dims, drops=False), optimizer)
-    return found or _of_dtypes(partial(_difference_of_owned, dims=dims, drops=False), optimizer, dtypes)
+        found = _tried(without_drops, optimizer)
+    return found or _of_dtypes(without_drops, optimizer, dtypes)
 
 
 def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) -> str | None:
@@ -104,131 +104,165 @@ def _of_dtypes(
     return None
 
 
-# ---- comparisons ----
-
-
-def _first_difference(optimizer: Optimizer) -> str | None:
+def _of_slices(optimizer: Optimizer) -> str | None:
     """Compare slices with whole parameters under several kinds of gradients; describe the first difference, or None.
 
     Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     """
-    differences = (_difference(optimizer, each) for each in (_lasting, _orthogonal, _outward, _inward))
-    return next(filter(None, differences), None) or _last_difference(optimizer)
+    for gradients in (_lasting, _orthogonal, _outward, _inward):
+        found = _Comparison(optimizer, _SHAPES, _first_slice).difference(gradients)
+        if found is not None:
+            return found
+    return _of_last_slices(optimizer)
 
 
-def _last_difference(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> str | None:
+def _of_last_slices(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> str | None:
     """Compare the last rank's slices of small parameters with the whole ones, and describe a difference, or None."""
-    return _difference(optimizer, _lasting, _SMALL, _last_slice, dtype)
+    return _Comparison(optimizer, _SMALL, _last_slice, dtype).difference(_lasting)
 
 
-def _difference(
-    optimizer: Optimizer,
-    gradients: Gradients,
-    shapes: Sequence[tuple[int, ...]] = _SHAPES,
-    cut: Callable[[Tensor], Tensor] | None = None,
-    dtype: torch.dtype = torch.float32,
+def _of_owned(
+    optimizer: Optimizer, dims: Sequence[int], drops: bool = False, dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """Step whole parameters and slices of them with the same ``gradients``, and describe a difference, or None.
+    """Compare parameters that two ranks own, two of each number of dimensions, with ones that are stepped together.
 
-    ``cut``: returns the slice of a tensor; None: it is the first.
+    With ``drops`` a rank's parameters have no gradients in one step.
     """
-    cut = cut or _first_slice
-    kinds = kinds_to_try(optimizer)
-    generator = torch.Generator().manual_seed(0)
-    starts = [(0.02 * _randn(shape, generator)).to(dtype) for _ in kinds for shape in shapes]
-    wholes = [torch.nn.Parameter(start.clone()) for start in starts]
-    slices = [torch.nn.Parameter(cut(start).clone()) for start in starts]
-    whole, sliced = (twin(optimizer, kinds, params) for params in (wholes, slices))
-
-    unlike: list[str | None] = []
-
-    def run(steps: int | None = None) -> list[Counters]:
-        for each in islice(gradients(wholes, generator), steps):
-            grads = [grad.to(dtype) for grad in each]
-            before = [counters(whole), counters(sliced)]
-            step(whole, wholes, grads)
-            step(sliced, slices, map(cut, grads))
-            unlike.append(unlike_settings(whole, sliced) if len(unlike) < _EARLY else None)
-        return before
-
-    def compare() -> str | None:
-        for start, param, own in zip(starts, wholes, slices, strict=True):
-            gap = _gap(cut(param.detach()), own, param, start)
-            if gap is not None:
-                return (
-                    f"a {tuple(param.shape)} parameter and its {_RANKS} flat slices differ by {gap:.1e} "
-                    "of the update in a probe, so its updates depend on the other elements, on the shape, or on random "
-                    "numbers"
-                )
-            key = _state_apart(sliced.state.get(own, {}), own) or _state_apart(whole.state.get(param, {}), param)
-            if key is not None:
-                return (
-                    f"its state {key!r} has tensors in a list, dict or object, or of another shape, which can't be "
-                    "sliced"
-                )
-        return _wrong_state(whole) or _of_settings(unlike)
-
-    return _soon_or_late([whole, sliced], run, compare)
+    shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
+    return _Comparison(optimizer, shapes, dtype=dtype).difference(_lasting, drops)
 
 
-def _state_apart(state: Mapping[str, Any], param: Tensor) -> str | None:
-    """Return the first key under which a state has tensors that aren't of the parameter's shape, or objects, or None.
+# ---- comparisons ----
 
-    Single numbers are alike on all ranks. Tensors in lists and dicts can't be told from those that are, and objects
-    may hold tensors.
+
+class _Part(NamedTuple):
+    """Parameters that one optimizer steps: all of them, every second one, or slices.
+
+    Attributes:
+        optimizer: the optimizer.
+        params: the tensors that it steps.
+        places: the places of these among all parameters.
+        cut: returns the slice of a tensor; None: the parameters are whole.
     """
-    for key, value in state.items():
-        others = [leaf for leaf in tree_leaves(value) if not _is_single(leaf)]
-        if any(each is not value or not isinstance(each, Tensor) or each.shape != param.shape for each in others):
-            return key
-    return None
+
+    optimizer: Optimizer
+    params: Sequence[Tensor]
+    places: slice = slice(None)
+    cut: Callable[[Tensor], Tensor] | None = None
+
+    def of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return what belongs to this part of ``tensors``, one for each parameter."""
+        own = tensors[self.places]
+        return list(own) if self.cut is None else [self.cut(each) for each in own]
 
 
-def _wrong_state(optimizer: Optimizer) -> str | None:
-    """Return a text about states that no split can keep, or None.
+def _owned(part: _Part, rank: int) -> _Part:
+    """Turn an optimizer into one rank's: keep every second parameter, as a copy with its state, and drop the others."""
+    optimizer, places = part.optimizer, slice(rank, None, 2)
+    states = {p: optimizer.state.pop(p, None) for p in part.params}
+    own: dict[Tensor, Tensor] = {}
+    for p in part.params[places]:
+        own[p] = torch.nn.Parameter(p.detach().clone())
+        vars(own[p]).update(vars(p))
+        if states[p] is not None:
+            optimizer.state[own[p]] = states[p]
+    for group in optimizer.param_groups:
+        group["params"] = [own[p] for p in group["params"] if p in own]
+    return _Part(optimizer, list(own.values()), places)
 
-    Of those under other keys than parameters each rank has a part. A tensor under two keys is two after loading.
+
+class _Comparison:
+    """Parameters under one fresh optimizer, and parts of them under others, which are stepped by the same gradients.
+
+    Args:
+        optimizer: the optimizer whose class is tried.
+        shapes: the shapes of the parameters; there are as many of each kind.
+        cut: returns the slice of a tensor; None: the parts are the halves that two ranks own.
+        dtype: the dtype of the parameters.
     """
-    for key, value in optimizer.state.items():
-        if isinstance(key, Tensor):
-            names: dict[int, str] = {}
-            for name, each in value.items():
-                first = names.setdefault(id(each), name)
-                if first != name and isinstance(each, Tensor):
-                    return f"its states {first!r} and {name!r} are one tensor, which would be two when they are loaded"
-        elif not all(map(_is_single, tree_leaves(value))):
-            return f"its state {key!r}, which is of no parameter, has tensors or objects, which differ between ranks"
-    return None
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shapes: Sequence[tuple[int, ...]],
+        cut: Callable[[Tensor], Tensor] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._dtype, self._generator, kinds = dtype, torch.Generator().manual_seed(0), kinds_to_try(optimizer)
+        self._starts = [(0.02 * _randn(shape, self._generator)).to(dtype) for _ in kinds for shape in shapes]
+
+        def part(cut: Callable[[Tensor], Tensor] | None = None) -> _Part:
+            values = self._starts if cut is None else map(cut, self._starts)
+            params: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
+            return _Part(twin(optimizer, kinds, params), params, cut=cut)
+
+        self._whole = part()
+        self._parts = [_owned(part(), rank) for rank in range(2)] if cut is None else [part(cut)]
+        self._optimizers = [each.optimizer for each in (self._whole, *self._parts)]
+        self._unlike: list[str | None] = []
+
+    def difference(self, gradients: Gradients, drops: bool = False) -> str | None:
+        """Step from the start, and then late in a run, and describe a difference, or None.
+
+        With ``drops`` every second parameter has no gradient in one step.
+        """
+        self._run(gradients, drops=drops)
+        found = self._found()
+        if found is None:
+            with suppress(Exception):  # of counters that stand for more than a number of steps
+                before = [[float(value) for *_, value in _numbers(each)] for each in self._optimizers]
+                self._run(gradients, 1)
+                for each, numbers in zip(self._optimizers, before, strict=True):
+                    _skip_ahead(each, numbers)
+                self._run(gradients, _LATER)
+                found = self._found()
+        return found
+
+    def _run(self, gradients: Gradients, steps: int | None = None, drops: bool = False) -> None:
+        """Step all parameters and parts, and compare the settings of param groups in the first steps."""
+        for number, each in enumerate(islice(gradients(self._whole.params, self._generator), steps)):
+            lacking = drops and number == _LACKING
+            grads = [None if lacking and at % 2 else grad.to(self._dtype) for at, grad in enumerate(each)]
+            for part in (self._whole, *self._parts):
+                step(part.optimizer, part.params, part.of(grads))
+            if len(self._unlike) < _EARLY:
+                self._unlike.append(unlike_settings(*self._optimizers))
+
+    def _found(self) -> str | None:
+        """Describe a parameter, state or setting that isn't alike in the whole and its parts, or return None."""
+        whole = self._whole
+        for part in self._parts:
+            of_whole = (whole.params[part.places], self._starts[part.places], part.of(whole.params))
+            for param, start, expected, own in zip(*of_whole, part.params, strict=True):
+                gap = _gap(expected, own, param, start)
+                if gap is not None:
+                    return (_SLICES_DIFFER if part.cut else _OWNED_DIFFER).format(tuple(param.shape), gap)
+        states = _states_apart((*self._parts, whole)) if self._parts[0].cut else _states_of_some(whole)
+        key = next(filter(None, self._unlike), None)
+        setting = f"it sets {key!r} of its param groups, which wouldn't be alike on all ranks" if key else None
+        return states or _wrong_state(whole.optimizer) or setting
 
 
-def _is_single(leaf: object) -> bool:
-    """Return whether a value among states is a number or text, which is alike on all ranks."""
-    if isinstance(leaf, Tensor):
-        return leaf.numel() <= 1
-    return leaf is None or isinstance(leaf, (Number, str, bytes, torch.dtype, torch.device))
+def _skip_ahead(optimizer: Optimizer, before: Sequence[float]) -> None:
+    """Add ``_AHEAD`` to each number of an optimizer that has gone up by one since ``before``, a step ago."""
+    for (holder, key, value), former in zip(_numbers(optimizer), before, strict=True):
+        if float(value) == former + 1:
+            holder[key] = value + _AHEAD
 
 
-def _of_settings(unlike: Sequence[str | None]) -> str | None:
-    """Return a text about a setting that some ranks would make otherwise, or None."""
-    key = next(filter(None, unlike), None)
-    return f"it sets {key!r} of its param groups, which wouldn't be alike on all ranks" if key else None
+def _numbers(optimizer: Optimizer) -> list[tuple[dict[Any, Any], Any, Any]]:
+    """Return the numbers that an optimizer keeps, each with the dict that holds it and its key."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    holders: list[dict[Any, Any]] = [vars(optimizer), optimizer.state, *optimizer.param_groups, *states]
+    return [
+        (holder, key, value)
+        for holder in holders
+        for key, value in holder.items()
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
+    ]
 
 
-def _soon_or_late(
-    optimizers: Sequence[Optimizer], run: Callable[[int | None], list[Counters]], compare: Callable[[], str | None]
-) -> str | None:
-    """Return what ``compare`` finds after a run from the start, or after some steps late in a long one."""
-    before = run(None)
-    found = compare()
-    if found is None:
-        with suppress(Exception):  # of counters that stand for more than a number of steps
-            for each, counted in zip(optimizers, before, strict=True):
-                skip_ahead(each, counted)
-            run(_LATER)
-            found = compare()
-    return found
-
-
+@torch.no_grad()
 def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float | None:
     """Return how far two results differ, as a share of ``param``'s movement; None if by roundings alone.
 
@@ -245,63 +279,57 @@ def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float |
     return None
 
 
-def _difference_of_owned(
-    optimizer: Optimizer, dims: Sequence[int], drops: bool, dtype: torch.dtype = torch.float32
-) -> str | None:
-    """Step parameters by one optimizer, and each half of them by one of two, and describe a difference, or None.
+# ---- states ----
 
-    There are two of each number of dimensions. With ``drops`` a rank's parameters have no gradients in one step.
+
+def _states_apart(parts: Sequence[_Part]) -> str | None:
+    """Return a text about a state whose tensors aren't of its parameter's shape, or which has objects, or None.
+
+    Single numbers are alike on all ranks. Tensors in lists and dicts can't be told from those that are, and objects
+    may hold tensors.
     """
-    kinds = kinds_to_try(optimizer)
-    shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
-    generator = torch.Generator().manual_seed(0)
-    starts = [(0.02 * _randn(shape, generator)).to(dtype) for _ in kinds for shape in shapes]
-    wholes: list[Tensor] = [torch.nn.Parameter(start.clone()) for start in starts]
-    owned: list[list[Tensor]] = [[torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2)]
-    whole, *ranks = (twin(optimizer, kinds, params) for params in (wholes, *owned))
-    for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):
-        _take_over(each, params, rank)
-
-    unlike: list[str | None] = []
-
-    def run(steps: int | None = None) -> list[Counters]:
-        for number, grads in enumerate(islice(_lasting(wholes, generator), steps)):
-            given = [None if drops and number == 4 and at % 2 else grad.to(dtype) for at, grad in enumerate(grads)]
-            before = [counters(each) for each in (whole, *ranks)]
-            step(whole, wholes, given)
-            for rank, (each, params) in enumerate(zip(ranks, owned, strict=True)):
-                step(each, params[rank::2], given[rank::2])
-            unlike.append(unlike_settings(whole, *ranks) if len(unlike) < _EARLY else None)
-        return before
-
-    def compare() -> str | None:
-        for at, (start, param) in enumerate(zip(starts, wholes, strict=True)):
-            gap = _gap(param.detach(), owned[at % 2][at].detach(), param, start)
-            if gap is not None:
-                return (
-                    f"a {tuple(param.shape)} parameter that is stepped beside others and without them differs by "
-                    f"{gap:.1e} of the update in a probe, so its updates depend on other parameters, or on random "
-                    "numbers"
-                )
-            if not at % 2 and whole.state.get(param, {}).keys() != whole.state.get(wholes[at + 1], {}).keys():
-                return "it keeps a state with one parameter that others of the same kind lack, and owners change"
-        return _wrong_state(whole) or _of_settings(unlike)
-
-    return _soon_or_late([whole, *ranks], run, compare)
+    for param, optimizer in ((param, part.optimizer) for part in parts for param in part.params):
+        for key, value in optimizer.state.get(param, {}).items():
+            others = [leaf for leaf in tree_leaves(value) if not _is_single(leaf)]
+            if any(each is not value or not isinstance(each, Tensor) or each.shape != param.shape for each in others):
+                apart = "has tensors in a list, dict or object, or of another shape, which can't be sliced"
+                return f"its state {key!r} {apart}"
+    return None
 
 
-def _take_over(optimizer: Optimizer, params: list[Tensor], rank: int) -> None:
-    """Turn an optimizer into one rank's: keep every second parameter, as a copy with its state, and drop the others."""
-    own: dict[Tensor, Tensor] = {}
-    for at, param in enumerate(params):
-        state = optimizer.state.pop(param, None)
-        if at % 2 == rank:
-            own[param] = params[at] = torch.nn.Parameter(param.detach().clone())
-            vars(params[at]).update(vars(param))
-            if state is not None:
-                optimizer.state[params[at]] = state
-    for group in optimizer.param_groups:
-        group["params"] = [own[param] for param in group["params"] if param in own]
+def _states_of_some(whole: _Part) -> str | None:
+    """Return a text about a state that one of two parameters of a kind alone has, or None."""
+    keys = [whole.optimizer.state.get(p, {}).keys() for p in whole.params]
+    if keys[::2] == keys[1::2]:
+        return None
+    return "it keeps a state with one parameter that others of the same kind lack, and owners change"
+
+
+def _wrong_state(optimizer: Optimizer) -> str | None:
+    """Return a text about states that no split can keep, or None.
+
+    Of those under other keys than parameters each rank has a part. A tensor under two keys is two after loading.
+    """
+    for key, value in optimizer.state.items():
+        if isinstance(key, Tensor):
+            names: dict[Tensor, str] = {}
+            for name, each in value.items():
+                first = names.setdefault(each, name) if isinstance(each, Tensor) else name
+                if first != name:
+                    return f"its states {first!r} and {name!r} are one tensor, which would be two when they are loaded"
+        elif not all(map(_is_single, tree_leaves(value))):
+            return f"its state {key!r}, which is of no parameter, has tensors or objects, which differ between ranks"
+    return None
+
+
+def _is_single(leaf: object) -> bool:
+    """Return whether a value among states is a number or text, which is alike on all ranks."""
+    if isinstance(leaf, Tensor):
+        return leaf.numel() <= 1
+    return leaf is None or isinstance(leaf, (Number, str, bytes, torch.dtype, torch.device))
+
+
+# ---- slices and gradients ----
 
 
 def _first_slice(tensor: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ..bookkeeping.storages import tensors_in
 from ..optim.quantised import block_size
-from ..optim.trials import NoProbe, first_states, states_of_shape
+from ..optim.trials import states_of_shape
+from ..optim.twins import NoProbe
 from ..partition import ELEMENTWISE
 
 # An optimizer, or what makes one of parameters (a class, a partial), or the name of one of torch's.
@@ -113,14 +114,14 @@ class StateSizes:
     def _of_shape(self, dtype: torch.dtype, shape: tuple[int, ...]) -> list[int]:
         """Return the bytes of the state of a parameter of this ``shape`` in each param group."""
         if (dtype, shape) not in self._known:
-            of, make = self.optimizer, self._make
             try:
-                flat = len(shape) == 1
-                states = first_states(of, shape[0], dtype, make) if flat else states_of_shape(of, shape, dtype, make)
+                states = states_of_shape(self.optimizer, shape, dtype, self._make)
             except NoProbe as failure:
+                if len(shape) == 1:  # some classes take matrices alone
+                    return self._of_shape(dtype, (1, *shape))
                 raise ValueError(
-                    f"optimizer: the state of {type(of).__name__} can't be found out ({failure}): pass a function of "
-                    "the parameters that returns one"
+                    f"optimizer: the state of {type(self.optimizer).__name__} can't be found out ({failure}): pass a "
+                    "function of the parameters that returns one"
                 ) from failure
             self._known[dtype, shape] = [_size(state) for state in states]
         return self._known[dtype, shape]

@@ -1,0 +1,183 @@
+"""Twins: other optimizers of a class over small parameters, made by its constructor with recorded options."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+Options: TypeAlias = dict[str, Any]
+
+_LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
+_MEMBERS = ("params", "param_names")  # of param groups, beside their settings
+_PLAIN = (bool, int, float, str, NoneType)
+
+
+class NoProbe(Exception):
+    """Raised if no second optimizer of the class can be made, or if its steps prove nothing."""
+
+
+class Kind(NamedTuple):
+    """The options of a param group, and the plain attributes of a parameter in it."""
+
+    options: Options
+    attributes: Options
+
+
+# ---- another optimizer of the class ----
+
+
+def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """Make a new optimizer of the same class over ``params``, and return it; each group gets its ``options``.
+
+    Plain attributes become those of ``optimizer``, which may record an argument under another name, unless the class
+    has a ``__del__``: one of them may be the handle of what that frees.
+    """
+    recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
+    first, names = _arguments(type(optimizer), recorded, optimizer.defaults)
+    groups: Any = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
+    wrapped = recorded.get(first)
+    if isinstance(wrapped, Optimizer):
+        groups = fresh(wrapped, options, params)
+    made = type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
+    if not hasattr(type(made), "__del__"):
+        vars(made).update((name, copy.deepcopy(value)) for name, value in vars(optimizer).items() if _is_plain(value))
+    train = getattr(made, "train", None)
+    if callable(train):  # schedule-free ones step in that mode alone
+        train()
+    return made
+
+
+def with_one_each(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
+    """Return a fresh optimizer of the class with the groups of ``optimizer``, each over one of ``params``."""
+    return fresh(optimizer, [own_options(group) for group in optimizer.param_groups], [[p] for p in params])
+
+
+def twin(optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor]) -> Optimizer:
+    """Return a fresh optimizer of the class over ``params``, as many for each kind, which get its attributes."""
+    count = len(params) // len(kinds)
+    groups = [params[first : first + count] for first in range(0, len(params), count)]
+    for kind, members in zip(kinds, groups, strict=True):
+        for p in members:
+            vars(p).update(kind.attributes)
+    return fresh(optimizer, [own_options(kind.options) for kind in kinds], groups)
+
+
+def _arguments(cls: type[Optimizer], recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the names of a constructor's arguments: the first, and those of the others that are ``recorded``.
+
+    The first one are the groups, or another optimizer over them. An argument that isn't recorded takes its default.
+    """
+    arguments = list(inspect.signature(cls).parameters.values())
+    named = {each.name: each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    first = "params" if "params" in named else next(iter(named), "params")
+    named.pop(first, None)
+    unknown = [name for name, each in named.items() if name not in recorded and each.default is each.empty]
+    if unknown:
+        raise NoProbe(f"its constructor got {', '.join(unknown)}, which neither its defaults nor its attributes record")
+    names = [name for name in named if name in recorded]
+    if any(each.kind is each.VAR_KEYWORD for each in arguments):
+        taken = _taken_names(cls)
+        names += [name for name in defaults if name not in names and (taken is None or name in taken)]
+    return first, names
+
+
+def _taken_names(cls: type[Optimizer]) -> set[str] | None:
+    """Return the names of arguments that a class's constructor takes or hands on to its bases'; None: any name."""
+    names: set[str] = set()
+    for init in (vars(each)["__init__"] for each in cls.__mro__ if "__init__" in vars(each)):
+        if init is Optimizer.__init__:
+            return None
+        arguments = inspect.signature(init).parameters
+        names |= arguments.keys()
+        if all(each.kind is not each.VAR_KEYWORD for each in arguments.values()):
+            break
+    return names
+
+
+# ---- options ----
+
+
+def own_options(group: Mapping[str, Any]) -> Options:
+    """Return copies of a param group's settings; raise ``NoProbe`` for objects that must not be copied."""
+    return {name: _copied(name, value) for name, value in group.items() if name not in _MEMBERS}
+
+
+def _copied(name: str, value: Any) -> Any:
+    return tree_map(partial(_copied_leaf, name), value)
+
+
+def _copied_leaf(name: str, value: Any) -> Any:
+    """Return a copy of an option, or of an element of one; raise ``NoProbe`` unless it is a number or a function."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().cpu().clone()
+    plain = isinstance(value, (*_PLAIN, torch.dtype, torch.device))
+    if plain or (callable(value) and not isinstance(value, torch.nn.Module)):
+        return value
+    raise NoProbe(f"its option {name} is a {type(value).__name__}, which a probe does not copy")
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an attribute is a number, a string, None, or a container of these."""
+    held = tree_leaves(value) if type(value) in (tuple, list, dict) else [value]
+    return all(isinstance(each, _PLAIN) for each in held)
+
+
+def unlike_settings(*optimizers: Optimizer) -> str | None:
+    """Return the first key under which param groups have different numbers, or None."""
+    first, *others = [list(map(_told, each.param_groups)) for each in optimizers]
+    pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+    return next((key for one, other in pairs for key in one | other if one.get(key) != other.get(key)), None)
+
+
+def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the numbers of each setting of a param group as text."""
+    settings = {key: tree_leaves(value) for key, value in group.items() if key not in _MEMBERS}
+    return {key: [repr(each) for each in own if isinstance(each, (*_PLAIN, Tensor))] for key, own in settings.items()}
+
+
+# ---- kinds of parameters ----
+
+
+def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:
+    """Return examples of each kind of parameters; parameters that differ only in numbers or names are of one kind.
+
+    A kind's examples are the first, and those with the least and the largest of each number that differs: a threshold
+    may bind for some alone. Their learning rate is ``lr``.
+    """
+    kinds: dict[tuple[str, str], list[Kind]] = {}
+    for group in optimizer.param_groups:
+        options = own_options(group)
+        if "lr" in options:
+            options["lr"] = 0 * options["lr"] + lr  # a tensor, where it is one
+        kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in options.items()}
+        told = repr(sorted(kind.items()))
+        for attributes in [*map(_attributes, group["params"])] or [{}]:
+            marks = sorted((name, bool(value)) for name, value in attributes.items())
+            kinds.setdefault((told, repr(marks)), []).append(Kind(options, attributes))
+    return [example for alike in kinds.values() for example in _examples(alike)]
+
+
+def _examples(alike: Sequence[Kind]) -> list[Kind]:
+    """Return the first of these kinds, and those with the least and the largest of each number."""
+    chosen = {0}
+    for at, of in enumerate(alike[0]):
+        for name in of:
+            values = [each[at][name] for each in alike]
+            numbers = [value for value in values if type(value) in (int, float)]
+            chosen |= {values.index(extreme) for extreme in (min(numbers), max(numbers))} if numbers else set()
+    return [alike[number] for number in sorted(chosen)]
+
+
+def _attributes(p: Tensor) -> Options:
+    """Return the plain attributes of a parameter, with 1 for numbers that are 0: nothing moves by a factor of 0."""
+    plain = {name: value for name, value in vars(p).items() if isinstance(value, _PLAIN)}
+    return {name: 1 if value == 0 and value is not False else value for name, value in plain.items()}
