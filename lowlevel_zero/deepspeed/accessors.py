@@ -18,24 +18,21 @@ Raises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..communication.agreement import Alike, agree_apart, together
 from ..lives import records_of
 from ..optim.quantised import is_quantised
 from ..sharded_group import ShardedGroup
 from ..sharded_optimizer import ShardedOptimizer
-from ..state.values import (
-    is_slice,
-    whole_gradients,
-    whole_masters,
-    whole_states,
-)
-from .owners import collective_call, is_frozen, owner_of
+from ..state.values import is_slice, whole_gradients, whole_masters, whole_states
 
 __all__ = [
     "full_fp32_params",
@@ -49,21 +46,11 @@ __all__ = [
     "safe_set_full_optimizer_state",
 ]
 
+_CALLS = Alike("the same call", "call it for the same parameters on every rank, in the same order")
+
 Records: TypeAlias = Sequence[ShardedParameter]
-
-
-class _Values(NamedTuple):
-    """A kind of values that accessors read: gradients, fp32 masters, or one optimizer state.
-
-    Attributes:
-        finish: is called before reading, to finish what is under way; communicates.
-        of: the values of those that one group shares; all ranks iterate to the end.
-        key: of a state.
-    """
-
-    finish: Callable[[ShardedOptimizer], None]
-    of: Callable[[ShardedOptimizer, ShardedGroup, Records], Iterable[Tensor | None]]
-    key: str | None = None
+# Yields the whole gradients, masters or states of some parameters that one group shares; all ranks iterate to the end.
+Gather: TypeAlias = Callable[[ShardedOptimizer, ShardedGroup, Records], Iterable[Tensor | None]]
 
 
 # ---- one parameter ----
@@ -71,12 +58,12 @@ class _Values(NamedTuple):
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """Gather the fp32 master of a parameter, and return it whole; None if the parameter is frozen."""
-    return _read_one(param, "safe_get_full_fp32_param", _MASTERS)
+    return _read_one(param, "safe_get_full_fp32_param", _masters)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """Gather the gradient of a parameter, and return it whole; None if no rank has one, or it is frozen."""
-    return _read_one(param, "safe_get_full_grad", _GRADIENTS)
+    return _read_one(param, "safe_get_full_grad", _gradients)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -85,7 +72,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     None if the parameter has none yet, or is frozen.
     """
     call = f"safe_get_full_optimizer_state({optim_state_key!r})"
-    return _read_one(param, call, _states(optim_state_key))
+    return _read_one(param, call, partial(_states, optim_state_key), optim_state_key)
 
 
 @torch.inference_mode(False)  # tensors that are made in it could not be updated later
@@ -97,8 +84,8 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         param: the model's parameter.
         value: of its shape, floating-point, the same on every rank.
     """
-    optimizer, record = owner_of(param)
-    with collective_call(optimizer, [record], "safe_set_full_fp32_param"):
+    optimizer, record = _owner_of(param)
+    with _collective_call(optimizer, [record], "safe_set_full_fp32_param"):
         _check_value(value, record)
     _finish(optimizer)
     start, stop = record.split.span(record.rank)
@@ -112,8 +99,8 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 @torch.no_grad()
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Overwrite the averaged gradient of a parameter that has one. All ranks call it."""
-    optimizer, record = owner_of(param)
-    with collective_call(optimizer, [record], "safe_set_full_grad"):
+    optimizer, record = _owner_of(param)
+    with _collective_call(optimizer, [record], "safe_set_full_grad"):
         _check_value(value, record)
     optimizer.finish_gradients()
     if not record.worked:
@@ -127,9 +114,9 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Overwrite an optimizer state of a parameter; for a state that is one number, pass one element."""
     key = optim_state_key
-    optimizer, record = owner_of(param)
+    optimizer, record = _owner_of(param)
     state = _state(optimizer, record)
-    with collective_call(optimizer, [record], f"safe_set_full_optimizer_state({key!r})") as lines:
+    with _collective_call(optimizer, [record], f"safe_set_full_optimizer_state({key!r})") as lines:
         _check_key(optimizer, [record], key)
         held = state.get(key)
         if held is None and record.owns_some:
@@ -137,7 +124,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         if held is not None and is_slice(key, held, record):
             _check_value(value, record, record.split.whole_shape(held.shape, record.p.shape))
         elif held is not None:
-            _number(value, held, record)
+            _check_number(value, held, record)
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             lines.append(f"{key} = {float(value)}")
     with optimizer.streams.home():
@@ -165,12 +152,12 @@ def full_grads(model: nn.Module, *, device: torch.device | str | None = None) ->
     Returns:
         An entry for each of ``model.named_parameters()``; None where there is no gradient, or no optimizer.
     """
-    return _read_all(model, "full_grads", _GRADIENTS, device)
+    return _read_all(model, "full_grads", _gradients, device)
 
 
 def full_fp32_params(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
     """Gather all fp32 masters of a model, and return them by name; None for frozen parameters."""
-    return _read_all(model, "full_fp32_params", _MASTERS, device)
+    return _read_all(model, "full_fp32_params", _masters, device)
 
 
 def full_optimizer_states(
@@ -178,7 +165,7 @@ def full_optimizer_states(
 ) -> dict[str, Tensor | None]:
     """Gather one optimizer state of all of a model's parameters, and return it by name; None where there is none."""
     call = f"full_optimizer_states({optim_state_key!r})"
-    return _read_all(model, call, _states(optim_state_key), device)
+    return _read_all(model, call, partial(_states, optim_state_key), device, optim_state_key)
 
 
 # ---- reading ----
@@ -189,29 +176,29 @@ def _finish(optimizer: ShardedOptimizer) -> None:
     optimizer.finish_gathers()
 
 
-def _masters_of(_: ShardedOptimizer, group: ShardedGroup, own: Records) -> Iterable[Tensor | None]:
+def _gradients(_: ShardedOptimizer, group: ShardedGroup, own: Records) -> Iterable[Tensor | None]:
+    return whole_gradients(own, group)
+
+
+def _masters(_: ShardedOptimizer, group: ShardedGroup, own: Records) -> Iterable[Tensor | None]:
     for record in own:
         record.follow_edits()
     return whole_masters(own, group.group)
 
 
-_GRADIENTS = _Values(ShardedOptimizer.finish_gradients, lambda _, group, own: whole_gradients(own, group))
-_MASTERS = _Values(_finish, _masters_of)
+def _states(key: str, optimizer: ShardedOptimizer, group: ShardedGroup, own: Records) -> Iterable[Tensor | None]:
+    return whole_states(own, optimizer.optim, key, group.group)
 
 
-def _states(key: str) -> _Values:
-    return _Values(_finish, lambda optimizer, group, own: whole_states(own, optimizer.optim, key, group.group), key)
-
-
-def _read_one(param: Tensor, call: str, values: _Values) -> Tensor | None:
-    if is_frozen(param):
+def _read_one(param: Tensor, call: str, gather: Gather, key: str | None = None) -> Tensor | None:
+    if isinstance(param, nn.Parameter) and not param.requires_grad and not records_of([param]):  # it is frozen
         return None
-    optimizer, record = owner_of(param)
-    return _read(optimizer, [record], call, values)[record.p]
+    optimizer, record = _owner_of(param)
+    return _read(optimizer, [record], call, gather, key=key)[record.p]
 
 
 def _read_all(
-    model: nn.Module, call: str, values: _Values, device: torch.device | str | None
+    model: nn.Module, call: str, gather: Gather, device: torch.device | str | None, key: str | None = None
 ) -> dict[str, Tensor | None]:
     """Return the values of all parameters of ``model`` by name, None without one. Communicates."""
     if not isinstance(model, nn.Module):
@@ -225,7 +212,7 @@ def _read_all(
         )
     found: dict[Tensor, Tensor | None] = {}
     for optimizer, records in held.items():
-        found |= _read(optimizer, records, call, values, device)
+        found |= _read(optimizer, records, call, gather, device, key)
     return {name: found.get(p) for name, p in named.items()}
 
 
@@ -235,19 +222,23 @@ def _read(
     optimizer: ShardedOptimizer,
     records: Records,
     call: str,
-    values: _Values,
+    gather: Gather,
     device: torch.device | str | None = None,
+    key: str | None = None,
 ) -> dict[Tensor, Tensor | None]:
     """Gather values of some parameters of one optimizer, and return them by parameter. Communicates."""
-    with collective_call(optimizer, records, call):
-        if values.key is not None:
-            _check_key(optimizer, records, values.key)
+    with _collective_call(optimizer, records, call):
+        if key is not None:
+            _check_key(optimizer, records, key)
     found: dict[Tensor, Tensor | None] = {}
     with optimizer.streams.home():
-        values.finish(optimizer)
+        if gather is _gradients:
+            optimizer.finish_gradients()
+        else:
+            _finish(optimizer)
         for group in optimizer.sharded_groups:
             own = [record for record in records if record.shard_group == group.number]
-            for record, value in zip(own, values.of(optimizer, group, own), strict=True):
+            for record, value in zip(own, gather(optimizer, group, own), strict=True):
                 found[record.p] = value if value is None or device is None else value.to(device)
     return found
 
@@ -255,6 +246,54 @@ def _read(
 def _state(optimizer: ShardedOptimizer, record: ShardedParameter) -> dict[str, Any]:
     state: dict[str, Any] = optimizer.optim.state.get(record.p32, {})
     return state
+
+
+# ---- calls of all ranks ----
+
+
+def _owner_of(param: Tensor) -> tuple[ShardedOptimizer, ShardedParameter]:
+    """Return the living optimizer that trains ``param``, and its record; raise if none does. Doesn't communicate."""
+    if not isinstance(param, Tensor):
+        raise TypeError(f"param: expected a parameter of the model, got {type(param).__name__}")
+    for optimizer, (record,) in records_of([param]).items():
+        return optimizer, record
+    kind = f"a {tuple(param.shape)} tensor"
+    if not param.requires_grad:
+        raise ValueError(
+            f"param: expected a parameter that an optimizer trains, got {kind} with requires_grad=False, of which no "
+            "LowLevelZeroOptimizer has a slice: read and write it as it is"
+        )
+    raise ValueError(
+        f"param: expected a parameter of a LowLevelZeroOptimizer that is alive, got {kind} that none holds: pass the "
+        "model's own parameter, not a copy or a view, and keep its optimizer"
+    )
+
+
+@contextmanager
+def _collective_call(optimizer: ShardedOptimizer, records: Records, call: str) -> Iterator[list[str]]:
+    """Run checks in the body, and make sure that every rank makes the same ``call``. Communicates.
+
+    The body may add to the lines that have to be alike on all ranks.
+
+    Raises:
+        ValueError: the lines of ranks differ.
+        RuntimeError: ranks make different calls; another rank's body has raised (this one's own error is raised as it
+            is); or a backward is going on.
+    """
+    groups = optimizer.sharded_parameters.shard_groups
+    compared = [record for record in records if len(records) == 1 or record.shard_group == 0]
+    doing = f"{call} of {records[0].name if len(records) == 1 else 'a model'}"
+    with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
+        optimizer.step_state.wake_up()
+        for record in records:
+            record.take_back()
+        lines += [f"{call} of {record.common_name}, optimizer {optimizer.shard_group.number}" for record in compared]
+        yield lines
+    if len(records) > 1 and len(groups) > 1:  # ranks may have different numbers of experts
+        of_experts = [[r.name for r in records if r.shard_group == number] for number in range(1, len(groups))]
+        agree_apart(groups, of_experts, f"call {doing}")
 
 
 # ---- checks ----
@@ -292,8 +331,8 @@ def _check_value(value: Tensor, record: ShardedParameter, shape: Sequence[int] |
         raise ValueError(f"{record.name}: expected a value of {expected}, got {tuple(value.shape)}")
 
 
-def _number(value: object, held: object, record: ShardedParameter) -> float:
-    """Return ``value`` as a float; raise ``TypeError`` unless ``value`` and the ``held`` state are single numbers."""
+def _check_number(value: object, held: object, record: ShardedParameter) -> None:
+    """Raise ``TypeError`` unless ``value`` and the ``held`` state are single numbers."""
     for each in (held, value):
         if not (each.numel() == 1 if isinstance(each, Tensor) else isinstance(each, (int, float))):
             got = f"a tensor of {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
@@ -301,4 +340,3 @@ def _number(value: object, held: object, record: ShardedParameter) -> float:
                 f"{record.name}: expected a state that is one number, and one number for it, got {got}: pass one "
                 "number, as for a step count; a state of neither one number nor the parameter's shape can't be set"
             )
-    return float(value)  # type: ignore[arg-type]

@@ -127,9 +127,7 @@ _DYNAMIC_SCALE: Table = {
     "fp16.hysteresis": (("loss_scale.hysteresis",), _whole),
     "fp16.min_loss_scale": (("loss_scale.min_scale",), _unchanged),
 }
-_DYNAMIC_DEFAULTS = {
-    **{"fp16.initial_scale_power": 16, "fp16.loss_scale_window": 1000, "fp16.hysteresis": 2, "fp16.min_loss_scale": 1},
-}
+_DYNAMIC_DEFAULTS = dict(zip(_DYNAMIC_SCALE, (16, 1000, 2, 1), strict=True))
 
 
 def _chosen(table: Table, given: Mapping[str, Any]) -> Options:
