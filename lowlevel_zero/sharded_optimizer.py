@@ -240,9 +240,11 @@ class ShardedOptimizer(Optimizer):
         return partial(self._switch, mode, back)
 
     def _switch(self, mode: str, back: str) -> None:
-        call, again = self.calls.enter(mode), self.mode == mode and self._switched is self.optim.state
+        call = self.calls.enter(mode)
+        if call.error is None and self.mode == mode and self._switched is self.optim.state:
+            return
         parameters, agree, failure = self.sharded_parameters, self.calls.agree, self.step_state.failure
-        switch(self.optim, parameters, self.sharded_groups, agree, call, back, again, failure)
+        switch(self.optim, parameters, self.sharded_groups, agree, call, back, failure)
         self.mode, self._switched = mode, self.optim.state
 
     # ---- for the rooms above, beside the attributes ----

@@ -24,22 +24,15 @@ def switch(
     agree: Callable[[Call, Callable[[ShardedGroup, Call], object]], None],
     call: Call,
     back: str,
-    again: bool,
     failure: Failure,
 ) -> None:
-    """Call the wrapped optimizer's ``train`` or ``eval``, and gather its slices, unless a repeated call changes none.
-
-    Communicates: all ranks call it. Nothing is gathered, and nothing communicates, when the optimizer was switched to
-    this mode before and the call changes no slice and no setting: trainers switch in every step.
+    """Call the wrapped optimizer's ``train`` or ``eval``, and gather its slices. Communicates: all ranks call it.
 
     Args:
-        optim: the wrapped optimizer.
-        parameters: the records of its slices.
-        groups: the same by shard group.
+        optim, parameters, groups: the wrapped optimizer, the records of its slices, and these by shard group.
         agree: has the ranks agree on the call in each of ``groups``.
         call: the call on this rank, named like the method of ``optim`` that switches.
         back: the method that switches back, if other ranks couldn't follow.
-        again: whether the optimizer was switched to the same mode before.
         failure: is told of an error that leaves slices between the modes.
     """
     if call.error is None:
@@ -49,12 +42,8 @@ def switch(
             _switch(optim, call.name, parameters)
         except Exception as error:  # of whatever kind: others would wait for the agreement
             call = call._replace(error=error)
-        changes = before != list(_traces(optim, parameters))
-        if call.error is not None:
-            if changes:
-                failure.note(call.error, Damage.PARAMETERS)
-        elif again and not changes and _all_see_changes(parameters):
-            return
+            if before != list(_traces(optim, parameters)):
+                failure.note(error, Damage.PARAMETERS)
     try:
         agree(call, lambda each, call: each.reducer.agree_on_syncs(call))
     except BaseException:  # of whatever kind: the parameters go back to the mode that others are in
@@ -65,11 +54,6 @@ def switch(
         del call  # the traceback of its error holds this frame
     for each in groups:
         each.gathers.gather(each.records)
-
-
-def _all_see_changes(parameters: ParameterStore) -> bool:
-    """Return whether each rank has a part of all parameters: neither owners nor experts differ by rank."""
-    return len(parameters.shard_groups) == 1 and all(record.split.owner is None for record in parameters)
 
 
 def _switch(optim: Optimizer, name: str, parameters: ParameterStore) -> None:
