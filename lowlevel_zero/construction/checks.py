@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,16 +65,9 @@ def check_parameters(
     model: nn.Module | None = None,
     known: Mapping[Tensor, str] | None = None,
 ) -> None:
-    """Raise for the first parameter that can't be sharded, or for an optimizer that can't step on the host.
+    """Raise for the first of the ``new`` parameters that can't be sharded, or if ``optimizer`` can't step on the host.
 
-    Args:
-        optimizer: has them in its groups.
-        new: the parameters.
-        names: of all parameters of ``optimizer``.
-        group: the ranks to shard over.
-        options: the options of the optimizer.
-        model: the module they belong to; None: there is none, or it has been checked.
-        known: the parameters that are sharded already, with their names.
+    ``model``: the module they belong to, unless it has been checked; ``known``: parameters that are sharded already.
     """
     _check_once(optimizer, names)
     for p in new:
@@ -124,11 +118,10 @@ def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) ->
 
 def _check_once(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
     """Raise ``ValueError`` if a parameter is in the param groups twice, which torch lets pass with a warning."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    ids = [*map(id, params)]
-    if len(set(ids)) < len(ids):
-        name = next(names[p] for p in params if ids.count(id(p)) > 1)
-        raise ValueError(f"{name}: expected it once in the param groups, got it twice: leave one out")
+    counts = Counter(p for group in optimizer.param_groups for p in group["params"])
+    twice = next((p for p, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"{names[twice]}: expected it once in the param groups, got it twice: leave one out")
 
 
 def _check_own_memory(named: Mapping[Tensor, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from ..communication.shard_group import ShardGroup
 from ..diagnostics.settings import described
 from ..diagnostics.stall_report import seconds_of, watch
 from ..experts.assignment import Assignment, assign, dtypes_in_common, make_groups
-from ..optim.quantised import slice_multiple
 from ..optim.splits import check_and_choose, may_write_unused
 from ..options import ZeroOptions
 from ..partition import Choice
@@ -73,21 +72,13 @@ def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> 
 
 
 class Checked(NamedTuple):
-    """The names, splits and shard groups of an optimizer's parameters, which one rank has checked.
+    """The names, splits and shard groups of an optimizer's parameters, which one rank has checked."""
 
-    Attributes:
-        names: of the parameters in all groups.
-        choices: the ``Choice`` of each parameter's split.
-        assignment: which shard group has which parameter.
-        lines: for each shard group, the lines that its ranks must have in common.
-        writes_unused: whether the optimizer may write parameters that have no gradient.
-    """
-
-    names: dict[Tensor, str]
+    names: dict[Tensor, str]  # of the parameters in all groups
     choices: dict[Tensor, Choice]
     assignment: Assignment
-    lines: list[list[str]]
-    writes_unused: bool
+    lines: list[list[str]]  # for each shard group, those that its ranks must have in common
+    writes_unused: bool  # the optimizer may write parameters that have no gradient
 
     @property
     def trained(self) -> list[Tensor]:
@@ -109,15 +100,17 @@ def check(
     choices = check_and_choose(optimizer, trained, names, options)
     check_no_list_of_its_own(optimizer, trained)
     assignment = assign(assigned, group, names, model)
-    lines = [list(describe(optimizer, names, choices, model, assignment.of, at)) for at in assignment.numbers]
     writes_unused = may_write_unused(optimizer)
-    lines[0] += [*options.alike(), *assignment.in_common(names, options)]
-    lines[0] += [_told_of_unused(writes_unused)]
+    numbers, number_of = range(1 + len(assignment.groups)), assignment.number_of
+    lines = [list(describe(optimizer, names, choices, model, number_of, at, writes_unused)) for at in numbers]
+    lines[0] += options.alike()
+    if assignment.groups:
+        count = len(assignment.groups)
+        lines[0] += [
+            f"{count} groups in pg_to_param_list beside the data-parallel one",
+            dtypes_in_common(names, options),
+        ]
     return Checked(names, choices, assignment, lines, writes_unused)
-
-
-def _told_of_unused(writes_unused: bool) -> str:
-    return f"the optimizer may write parameters that have no gradient: {writes_unused}"
 
 
 def add_group(
@@ -147,21 +140,16 @@ def add_group(
                 "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
                 "scaled: construct the optimizer with them"
             )
-        numbers = range(len(parameters.shard_groups))
-        known_groups = len(optimizer.param_groups) - 1
-        shard_group_of = parameters.shard_group_of
-        lines = [list(describe(optimizer, names, choices, None, shard_group_of, at, known_groups)) for at in numbers]
-        writes_unused = may_write_unused(optimizer)
-        agreed += [*lines[0], _told_of_unused(writes_unused), dtypes_in_common([*known, *new], options)]
+        writes_unused, known_groups = may_write_unused(optimizer), len(optimizer.param_groups) - 1
+        numbers, number_of = range(len(parameters.shard_groups)), {p: parameters.shard_group_of(p) for p in names}
+        lines = [
+            list(describe(optimizer, names, choices, None, number_of, at, writes_unused, known_groups))
+            for at in numbers
+        ]
+        agreed += [*lines[0], dtypes_in_common([*known, *new], options)]
     if len(numbers) > 1:
         agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
     return names, choices, writes_unused
-
-
-def _agree_on_reductions(group: ShardGroup, device: torch.device) -> None:
-    """Raise on all ranks if only some have begun reductions on a device. Communicates."""
-    if group.has_others and not group.on_gloo(device):
-        agree(group, [f"{group.context.begun} reductions and gradient syncs begun"], None, CONSTRUCT, _BACKWARDS)
 
 
 def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:
@@ -174,10 +162,14 @@ def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:
 
 
 def connected(ranks: ShardGroup, checked: Checked, options: ZeroOptions) -> list[ShardGroup]:
-    """Return all shard groups, ``ranks`` first, ready for collectives and watched for stalls. Communicates."""
-    _agree_on_reductions(ranks, next(iter(checked.names)).device)
+    """Return all shard groups, ``ranks`` first, ready for collectives and watched for stalls. Communicates.
+
+    Raises on all ranks if only some have begun reductions on a device.
+    """
+    if ranks.has_others and not ranks.on_gloo(next(iter(checked.names)).device):
+        agree(ranks, [f"{ranks.context.begun} reductions and gradient syncs begun"], None, CONSTRUCT, _BACKWARDS)
     groups, chosen = make_groups(ranks, checked.assignment.groups, checked.lines[1:]), options.communication
-    for group in groups:
+    for group in groups[1:]:  # the first is watched since ``join``
         watch(group, options.diagnostics.stall_timeout)
     for group in groups:
         group.connect(sums_in_fp32=chosen.reduce_scatter_with_fp32_accumulation, own=chosen.own_communicator)
@@ -196,9 +188,7 @@ def shard(
     """Move new parameters to padded storages, and broadcast rank 0's values. Communicates: every rank calls it."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-        sharding = Sharding(optimizer, parameters, options, names, choices, slice_multiple(optimizer))
-        sharding.include_untrained(model)
-        sharding.prepare_broadcast()  # a rank that fails later would leave others waiting
+        sharding = Sharding(optimizer, parameters, options, names, choices, model)
     with together(parameters.shard_groups[0], doing):
         sharding.broadcast_initial_values()
     return sharding
@@ -212,24 +202,25 @@ def describe(
     names: dict[Tensor, str],
     choices: Mapping[Tensor, Choice],
     model: nn.Module | None,
-    number_of: Callable[[Tensor], int] = lambda _: 0,
-    number: int = 0,
+    number_of: Mapping[Tensor, int],
+    number: int,
+    writes_unused: bool,
     known_groups: int = 0,
 ) -> Iterator[str]:
-    """Yield lines about parameters, states and buffers that must be alike on all ranks of a shard group.
+    """Yield lines about parameters, states and buffers that must be alike on all ranks of the shard group ``number``.
 
-    These are parameters, their states, and buffers. The lines of shard group 0 also tell the optimizer's class, the
-    settings of its groups and the type of the device, which are common to all ranks. The first ``known_groups`` hold
-    slices, which aren't described.
+    The lines of shard group 0 also tell what is common to all ranks: the optimizer's class, the settings of its groups
+    and the type of the device. The first ``known_groups`` hold slices, which aren't described.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if number == 0:
         yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
         yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
         yield "model=None" if model is None else "model given"
+        yield f"the optimizer may write parameters that have no gradient: {writes_unused}"
         yield from described(optimizer.param_groups)
     for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
-        for p in (p for p in group["params"] if number_of(p) == number):
+        for p in (p for p in group["params"] if number_of.get(p, 0) == number):
             choice = choices.get(p)
             split = f"split by {choice.by}, costs {choice.costs}" if choice else "frozen"
             leaves = [
@@ -240,7 +231,7 @@ def describe(
             told = "".join(f", state {key} {_described(leaf)}" for key, leaf in leaves)
             yield f"parameter {names[p]} of group {at}: {split}, {_described(p)}{told}"
     for tensor, name in own_names(model).items():
-        if tensor not in names and number_of(tensor) == number:
+        if tensor not in names and number_of.get(tensor, 0) == number:
             yield f"tensor {name} of the model: {_described(tensor)}"
 
 

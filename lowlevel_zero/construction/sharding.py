@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import Position, ShardedParameter
 from ..bookkeeping.storages import memory_of, tensors_in
 from ..communication.failed_ranks import run_each
+from ..optim.quantised import slice_multiple
 from ..options import ZeroOptions
 from ..partition import Choice, Split, splits_of
 from ..state.values import slice_state
@@ -27,15 +28,8 @@ class Sharding:
     """Shards an optimizer's new param groups: records, padded storages, then slices in place of parameters.
 
     Made on each rank by itself: every trainable parameter gets a record, and moves over padded storage; frozen ones get
-    neither record nor state. Then all ranks start alike, then each takes its slices.
-
-    Args:
-        optimizer: the wrapped one.
-        parameters: the records so far.
-        options: the options of the optimizer.
-        names: of the optimizer's parameters.
-        choices: the ``Choice`` of each parameter's split.
-        slice_multiple: returns what slices are multiples of, from a number of elements and of ranks.
+    neither record nor state. Then all ranks start alike, buffers and untrained parameters of ``model`` included, then
+    each takes its slices.
     """
 
     @torch.no_grad()
@@ -46,7 +40,7 @@ class Sharding:
         options: ZeroOptions,
         names: Mapping[Tensor, str],
         choices: Mapping[Tensor, Choice],
-        slice_multiple: Callable[[int, int], int],
+        model: nn.Module | None,
     ) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
@@ -58,18 +52,24 @@ class Sharding:
             p: at for at, group in enumerate(new, start=self._known) for p in group["params"] if p.requires_grad
         }
         places: dict[nn.Parameter, tuple[Position, Split]] = {}
+        multiple = slice_multiple(optimizer)
         for number, ranks in enumerate(parameters.shard_groups):
             before = parameters.by_shard_group[number]
             own = [p for p in group_of if parameters.shard_group_of(p) == number]
-            wanted = [choices[p]._replace(multiple=slice_multiple(p.numel(), ranks.size)) for p in own]
+            wanted = [choices[p]._replace(multiple=multiple(p.numel(), ranks.size)) for p in own]
             splits = splits_of(wanted, ranks.size, (record.split for record in before))
             for index, (p, split) in enumerate(zip(own, splits, strict=True), start=len(before)):
                 places[p] = Position(index, group_of[p], names[p], number), split
         self._records = [self._record(p, *places[p]) for p in group_of]
-        self._alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
+        alike: list[list[Tensor]] = [[] for _ in parameters.shard_groups]
         for record in self._records:
             states = optimizer.state.get(record.p)
-            self._alike[record.shard_group] += [record.padded, *(tensors_in(states) if states else ())]
+            alike[record.shard_group] += [record.padded, *(tensors_in(states) if states else ())]
+        for tensor in self._untrained(model):
+            alike[parameters.shard_group_of(tensor)].append(distinct(tensor.detach()))
+        device = (self._records or parameters.records)[0].padded.device
+        shares = zip(parameters.shard_groups, alike, strict=True)
+        self._carried = [ranks.carriers(tensors, device) for ranks, tensors in shares]
 
     def _record(self, p: nn.Parameter, position: Position, split: Split) -> ShardedParameter:
         """Return the record of ``p``, and note the memory that ``p`` has left if its values were moved."""
@@ -80,25 +80,19 @@ class Sharding:
             self._left.append((*before, position.name))
         return record
 
-    @torch.no_grad()
-    def include_untrained(self, model: nn.Module | None) -> None:
-        """Add buffers and untrained parameters to the broadcast, and warn of tensors over the old memory.
-
-        Warns of what looked at the memory of a trained one, which has left it.
-        """
+    def _untrained(self, model: nn.Module | None) -> list[Tensor]:
+        """Return buffers and untrained parameters; warn of one over memory that a trained one has left."""
         rest: dict[Tensor, None] = dict.fromkeys(
             p for settings in self._optimizer.param_groups[self._known :] for p in settings["params"]
         )
         if model is not None:
-            rest.update(dict.fromkeys(model.parameters()))
-            rest.update(dict.fromkeys(model.buffers()))
+            rest.update(dict.fromkeys((*model.parameters(), *model.buffers())))
         sharded = {record.p for record in self._records}
         others = [tensor for tensor in rest if tensor not in sharded]
         left = next(self._left_by(others), None)
         if left is not None and self._parameters.shard_groups[0].group_rank == 0:
             _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
-        for tensor in others:
-            self._alike[self._parameters.shard_group_of(tensor)].append(distinct(tensor.detach()))
+        return others
 
     def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
         """Yield names of parameters that have left memory which one of ``others`` still uses."""
@@ -108,12 +102,6 @@ class Sharding:
             if start < stop and at >= 0 and left[at][1] > start:
                 yield left[at][2]
 
-    def prepare_broadcast(self) -> None:
-        """Prepare the bytes of parameters, buffers and states for their broadcast. Doesn't communicate."""
-        device = (self._records or self._parameters.records)[0].padded.device
-        shares = zip(self._parameters.shard_groups, self._alike, strict=True)
-        self._carried = [ranks.carriers(tensors, device) for ranks, tensors in shares]
-
     @torch.no_grad()
     def broadcast_initial_values(self) -> None:
         """Broadcast parameters, buffers and states from the first rank that shares them. Communicates.
@@ -122,7 +110,6 @@ class Sharding:
         """
         shares = zip(self._parameters.shard_groups, self._carried, strict=True)
         run_each(partial(ranks.broadcast, carried) for ranks, carried in shares)
-        self._alike.clear()
         self._carried.clear()
 
     @torch.no_grad()

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..bookkeeping.parameter_store import ParameterStore
 from ..communication.process_groups import backends_by_device
 from ..layout.held import Sharded
 from ..layout.records import bytes_of
@@ -38,7 +37,7 @@ def set_level() -> None:
 
 
 def log_start(optimizer: Sharded) -> None:
-    """Log the start line of ``optimizer`` on the first rank, and a warning if the host rounds to fp8."""
+    """Log the start line of ``optimizer``, and ranks' shares of whole parameters, on the first rank; warn of fp8."""
     parameters, options = optimizer.sharded_parameters, optimizer.options
     ranks = parameters.shard_groups[0]
     if ranks.group_rank != 0:
@@ -61,19 +60,11 @@ def log_start(optimizer: Sharded) -> None:
             way or backends_by_device(ranks.group)[device.type],
             in_bytes(bytes_of(optimizer)),
         )
-        log_owners(parameters)
-
-
-def log_owners(parameters: ParameterStore) -> None:
-    """Log a line with each rank's share of the parameters that one rank steps whole."""
-    for ranks, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
-        whole = [record.split for record in records if record.split.owner is not None]
-        if whole:
-            _log.info(
-                "%d parameters are stepped whole by one rank each, which keeps their states; %s",
-                len(whole),
-                shares_text(owned_by_rank(whole, ranks.size)),
-            )
+        for group, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
+            whole = [record.split for record in records if record.split.owner is not None]
+            if whole:
+                text = "%d parameters are stepped whole by one rank each, which keeps their states; %s"
+                _log.info(text, len(whole), shares_text(owned_by_rank(whole, group.size)))
 
 
 @contextmanager

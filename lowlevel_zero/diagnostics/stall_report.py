@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch.distributed import get_process_group_ranks
 
@@ -44,30 +44,18 @@ _log = logging.getLogger("lowlevel_zero")
 
 
 class _Question(NamedTuple):
-    """A question to the other ranks' threads about a wait that takes too long.
+    """A question to the other ranks' threads about a wait that takes too long."""
 
-    Attributes:
-        place: the collective that the host waits for; or the last in a device's queue, which may wait for any in it.
-        number: the number of the question.
-        leads: this rank finds the missing ranks.
-        until: the time by which answers are to be there; for other ranks, the leader's result.
-    """
-
-    place: Collective
+    place: Collective  # that the host waits for; or the last in a device's queue, which may wait for any in it
     number: int
-    leads: bool
-    until: float
+    leads: bool  # this rank finds the missing ranks
+    until: float  # the time by which answers are to be there; for other ranks, the leader's result
 
 
 class Watch(Thread):
-    """A thread that reports long waits in one shard group, until the group is gone.
-
-    Args:
-        group: the shard group, which isn't kept alive.
-        timeout: seconds after which a wait counts as a stall.
+    """A thread that reports waits of more than ``timeout`` seconds in one shard group, until the group is gone.
 
     Attributes:
-        timeout: as given.
         rank: this process's global rank.
         pause: seconds between looks.
         over: gets an item when the watch is over; a finaliser may put it at any time.
@@ -114,7 +102,9 @@ class Watch(Thread):
             self._seen, self._since = seen, now
             self._question, self._reported, progress.missing = None, False, ""
             return True
-        place = self._place() if not self._reported and now - self._since >= self.timeout else None
+        place = None
+        if not self._reported and now - self._since >= self.timeout:
+            place = progress.waits_for or next(reversed(progress.queued()), None)  # else the last in a device's queue
         try:
             found = None if place is None else self._found(place, now)
             self._answer()
@@ -130,10 +120,6 @@ class Watch(Thread):
                 told = self.rank, waited, call, what, progress.missing
                 _log.warning("rank %d has waited %.3g s%s for the %s. %s", *told)
         return True
-
-    def _place(self) -> Collective | None:
-        """Return the collective that the host waits for, else the last in a device's queue; None: there is none."""
-        return self._progress.waits_for or next(reversed(self._progress.queued()), None)
 
     # ---- answering ----
 
@@ -203,9 +189,6 @@ def _missing(place: Collective, answers: _Answers) -> str:
     return f"Not there yet: {'; '.join(missing)}" if missing else ""
 
 
-_watches: WeakKeyDictionary[ShardGroup, Watch] = WeakKeyDictionary()
-
-
 def seconds_of(diagnostics: object) -> float:
     """Return the ``stall_timeout`` of unchecked options, or the default if that is no valid number."""
     stall_timeout = getattr(diagnostics, "stall_timeout", None)
@@ -221,12 +204,10 @@ def watch(group: ShardGroup, timeout: float) -> Watch | None:
     """
     if timeout <= 0 or not group.has_others:
         return None
-    if group not in _watches:
-        made = Watch(group, min(timeout, SHARE_OF_TIMEOUT * timeout_of(group.group)))
-        try:
-            runtime().watch(made, made.over, group.context.threads)
-        except RuntimeError as error:
-            _log.warning("stalls aren't reported on rank %d, where no thread can be started: %s", made.rank, error)
-            return None
-        _watches[group] = made
-    return _watches[group]
+    made = Watch(group, min(timeout, SHARE_OF_TIMEOUT * timeout_of(group.group)))
+    try:
+        runtime().watch(made, made.over, group.context.threads)
+    except RuntimeError as error:
+        _log.warning("stalls aren't reported on rank %d, where no thread can be started: %s", made.rank, error)
+        return None
+    return made

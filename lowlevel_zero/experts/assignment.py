@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -31,21 +32,6 @@ class Assignment(NamedTuple):
     groups: Sequence[dist.ProcessGroup]
     number_of: dict[Tensor, int]
 
-    @property
-    def numbers(self) -> range:
-        """Return the numbers of the shard groups."""
-        return range(1 + len(self.groups))
-
-    def of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's shard group; 0: all data-parallel ranks."""
-        return self.number_of.get(tensor, 0)
-
-    def in_common(self, parameters: Iterable[Tensor], options: ZeroOptions) -> list[str]:
-        """Return lines that must be alike on all ranks even if they have different experts."""
-        count = len(self.groups)
-        groups = f"{count} groups in {_KEYWORD} beside the data-parallel one"
-        return [f"{groups}, {dtypes_in_common(parameters, options)}"] if count else []
-
 
 def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
     """Return a line about the dtypes of trained parameters, which all ranks need even if they have different experts.
@@ -67,30 +53,19 @@ def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) ->
     """
     if given is not None or not isinstance(pg_to_param_list, Mapping) or not isinstance(optimizer, Optimizer):
         return given
-    try:
-        return _covering_group(pg_to_param_list, optimizer)
-    except Exception:  # whatever is wrong with the arguments, the checks find it, where the ranks agree on it
-        return None
-
-
-def _covering_group(pg_to_param_list: Mapping[Any, Any], optimizer: Optimizer) -> Any:
-    """Return the group whose ranks include all other groups', or None; None too if some parameter isn't listed."""
-    lists = [members for members in pg_to_param_list.values() if isinstance(members, (list, tuple))]
-    listed = {p for members in lists for p in members if isinstance(p, Tensor)}
-    if any(p.requires_grad and p not in listed for group in optimizer.param_groups for p in group["params"]):
-        return None
-    ranks = {pg: set(_ranks(pg)) for pg in pg_to_param_list if isinstance(pg, dist.ProcessGroup)}
-    return next((pg for pg in ranks if all(ranks[pg] >= others for others in ranks.values())), None)
+    with suppress(Exception):  # whatever is wrong with the arguments, the checks find it, where the ranks agree on it
+        listed = {p for members in pg_to_param_list.values() for p in members}
+        if all(p in listed or not p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            ranks = {pg: set(_ranks(pg)) for pg in pg_to_param_list if isinstance(pg, dist.ProcessGroup)}
+            return next((pg for pg in ranks if all(ranks[pg] >= others for others in ranks.values())), None)
+    return None
 
 
 def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], model: nn.Module | None) -> Assignment:
     """Read and check ``pg_to_param_list``, and return each parameter's shard group. Doesn't communicate.
 
-    Args:
-        pg_to_param_list: lists of parameters by process group; None: ``dp`` shares them all.
-        dp: the data-parallel ranks, who share what isn't listed.
-        names: of the optimizer's parameters.
-        model: the module; its parameters may be listed, too.
+    ``dp`` are the data-parallel ranks, who share what isn't listed. Parameters of the optimizer, whose ``names`` these
+    are, may be listed, and others of ``model``.
 
     Raises:
         TypeError, ValueError: it isn't such a mapping, or has other parameters or ranks than these.
@@ -183,10 +158,7 @@ def make_groups(
 ) -> list[ShardGroup]:
     """Return all shard groups, ``dp`` first. Communicates: every rank of ``dp`` calls it.
 
-    Args:
-        dp: the data-parallel ranks.
-        groups: the process groups of the further ones.
-        lines: for each of these groups, the lines that its ranks must have in common.
+    ``lines`` must be alike on all ranks of a group; there are some for each of the further ``groups``.
 
     Raises (on all ranks):
         ValueError: the groups of one number don't part the data-parallel ranks, or lines differ in one.

@@ -88,7 +88,7 @@ def test_wider_rows_and_slices_change_no_number(monkeypatch: pytest.MonkeyPatch,
     """Wide rows are of a multiple of 64 elements here, in place of 65,536, and slices of a multiple of 7."""
     monkeypatch.setattr("lowlevel_zero.partition.WIDE_ROW", 64)
     monkeypatch.setattr(
-        "lowlevel_zero.construction.prepare.slice_multiple", lambda optimizer: lambda numel, world_size: 7
+        "lowlevel_zero.construction.sharding.slice_multiple", lambda optimizer: lambda numel, world_size: 7
     )
     cases = {
         name: of_each_kind(3).with_options(**grouped({"reduce_bucket_size": 60, **own})) for name, own in WIDER.items()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowlevel_zero import Communication, LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.saved import SavedCheckpoint
-from lowlevel_zero.construction import prepare
+from lowlevel_zero.construction import sharding
 from lowlevel_zero.deepspeed import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from lowlevel_zero.layout import Layout, layout_of, memory_held
 from lowlevel_zero.optim.splits import choose_splits
@@ -243,7 +243,7 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
     def load(rank: int, world_size: int, multiple: int) -> tuple[list[Tensor], list[bool]]:
         model = Net()
         if multiple > 1:
-            patch_rank(prepare, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
+            patch_rank(sharding, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
         optimizer = wrap(model, BITSANDBYTES["AdamW8bit"])
         load_checkpoint(tmp_path / "saved", model, optimizer)
         are = quantised(optimizer)
@@ -261,7 +261,7 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
 def test_slices_are_multiples() -> None:
     def work(rank: int, world_size: int, multiple: int) -> None:
         model = Net()
-        patch_rank(prepare, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
+        patch_rank(sharding, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
         optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1))
         for p, place in zip(model.parameters(), layout_of(optimizer).parameters, strict=True):
             least, split = -(-p.numel() // world_size), place.split
