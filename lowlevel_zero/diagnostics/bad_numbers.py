@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,25 +30,13 @@ class _Suspect(NamedTuple):
     bucket: int
 
 
-class _Seen(NamedTuple):
-    """The infinite and NaN gradients that one rank has found.
-
-    Attributes:
-        first: the first parameter whose slice on this rank holds one; None: no slice does.
-        sent: the places of the parameters whose bucket buffers held one before this rank sent them.
-    """
-
-    first: _Suspect | None
-    sent: set[int]
+# The first parameter whose slice on a rank holds an inf or NaN, or None, and the places of those whose bucket buffers
+# held one before that rank sent them.
+_Seen: TypeAlias = "tuple[_Suspect | None, set[int]]"
 
 
 class LaterRead:
-    """A few numbers on a device, which are copied to the host without waiting, and read later.
-
-    Args:
-        value: the numbers.
-        step: the step that they belong to.
-    """
+    """A few numbers on a device at some step, which are copied to the host without waiting, and read later."""
 
     def __init__(self, value: Tensor, step: int) -> None:
         streams = streams_of([value.device])
@@ -69,12 +57,6 @@ class BadNumbers:
     """Checks gradient norms, mostly without waiting for a device, and names the source of an inf or NaN.
 
     All ranks see the same norms at the same points of a step, so they look for the parameter together.
-
-    Args:
-        parameters: the records; the first shard group has all ranks.
-        groups: the records by shard group.
-        options: the options of the optimizer.
-        scaler: the loss scaler; None: losses aren't scaled.
 
     Attributes:
         waits: the host reads whether the next step overflows, even if it has to wait for the device.
@@ -106,9 +88,7 @@ class BadNumbers:
     def norm(self, value: Tensor, at_hand: bool = True) -> None:
         """Check the step's norm: now on the host or with ``error_if_nonfinite``, else as the next step begins.
 
-        Args:
-            value: the norm.
-            at_hand: whether it is the norm of this step, whose gradients are there; else of the step before.
+        With ``at_hand`` it is the norm of this step, whose gradients are there, else of the step before.
 
         Raises:
             RuntimeError: the norm isn't finite and ``error_if_nonfinite`` is set, for which the host waits.
@@ -176,22 +156,23 @@ class BadNumbers:
 
     def _found(self, at_hand: bool) -> str:
         """Describe the parameter, the bucket and the ranks at fault. All ranks call it. ``at_hand``: as of ``norm``."""
+        mine: _Seen = None, set()
         try:
-            mine = _Seen(self._first_bad(at_hand), self._sent() if at_hand else set())
+            bad = {record for records, largest in self._packed if not largest.isfinite() for record in records}
+            sent = {place for place, record in enumerate(self._parameters) if at_hand and record in bad}
+            mine = self._first_bad(at_hand), sent
         except Exception as error:  # such as out of memory: the other ranks wait for this rank's findings
             _log.warning("could not look for numbers that aren't finite: %s: %s", type(error).__name__, error)
-            mine = _Seen(None, set())
         gathered: Sequence[_Seen] = [mine] if self._ranks.ranks == 1 else self._ranks.all_gather_object(mine)
-        suspects = [seen.first for seen in gathered if seen.first is not None]
-        if not suspects:
+        first = min((suspect for suspect, _ in gathered if suspect is not None), default=None)
+        if first is None:
             return "no parameter has kept a sign of where it came from"
-        first = min(suspects)
         by_rank = dict(zip(get_process_group_ranks(self._ranks.group), gathered, strict=True))
-        ranks = [rank for rank, seen in by_rank.items() if first.place in seen.sent]
+        ranks = [rank for rank, (_, sent) in by_rank.items() if first.place in sent]
         found = f"first in {first.name} (bucket {first.bucket})"
         if self._ranks.ranks == 1 or ranks:
             return f"{found}, from rank {', '.join(map(str, ranks or by_rank))}"
-        holders = ", ".join(str(rank) for rank, seen in by_rank.items() if seen.first == first)
+        holders = ", ".join(str(rank) for rank, (suspect, _) in by_rank.items() if suspect == first)
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:
@@ -210,10 +191,6 @@ class BadNumbers:
 
     def _group_of(self, record: ShardedParameter) -> ShardedGroup:
         return next(group for group in self._groups if group.number == record.shard_group)
-
-    def _sent(self) -> set[int]:
-        bad = {record for records, largest in self._packed if not largest.isfinite() for record in records}
-        return {place for place, record in enumerate(self._parameters) if record in bad}
 
     def _tell(self, text: str) -> None:
         if self._ranks.group_rank == 0:

@@ -24,13 +24,6 @@ from .verification import difference
 class Guard:
     """Checks an optimizer's calls, parameters and param groups. Doesn't communicate unless a method says so.
 
-    Args:
-        optim: the wrapped optimizer, whose groups hold slices.
-        parameters: the records.
-        model: the module whose names messages use; None: there is none.
-        state: the state of the optimizer's step.
-        streams: the streams of the parameters' device.
-
     Attributes:
         edited: the records whose parameters were written or moved since the ranks agreed last, and those for which a
             state dict has brought a master, as ``trouble`` found.

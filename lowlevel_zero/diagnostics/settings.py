@@ -32,9 +32,6 @@ class Settings:
     A setting is described and hashed anew if it has been replaced since the last step, or may change in place, as
     lists, dicts and tensors may. The host waits for no device: the numbers of a tensor there are copied at one step
     and compared at the next.
-
-    Args:
-        optim: the wrapped optimizer, whose groups have settings.
     """
 
     def __init__(self, optim: Optimizer) -> None:
@@ -94,12 +91,7 @@ def _name(key: str, at: int) -> str | None:
 
 
 def _told(value: object, waits: bool = True) -> str:
-    """Return a setting as text: its value if that is plain and small, else its type.
-
-    Args:
-        value: the setting.
-        waits: read tensors on a device too.
-    """
+    """Return a setting as text: its value if that is plain and small, else its type; ``waits``: on a device, too."""
     if type(value) is float:
         return repr(value)
     if isinstance(value, Tensor):

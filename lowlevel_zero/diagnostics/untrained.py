@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -19,31 +19,16 @@ _log = logging.getLogger("lowlevel_zero")
 _EVERY = 64  # steps between two checks, in the long run
 
 
-class _Trained(Protocol):
-    """The attributes of an optimizer that say which parameters it trains."""
-
-    model: nn.Module | None
-    sharded_parameters: ParameterStore
-
-
 class Untrained:
     """Warns once of parameters of ``model`` that get gradients and that no optimizer trains.
 
     A check takes about a microsecond for each parameter. It runs after steps 1, 2, 4, ... and then after every 64th,
     and after the first step in which some rank lacked a gradient, as of a layer that was replaced. Each rank checks by
-    itself.
-
-    Args:
-        model: the module whose parameters should be trained; None: there is none.
-        parameters: the records of the optimizer.
-        alive: returns all optimizers of this process, in the order of their construction.
+    itself. ``alive`` returns all optimizers of this process, in the order of their construction.
     """
 
     def __init__(
-        self,
-        model: nn.Module | None,
-        parameters: ParameterStore,
-        alive: Callable[[], Mapping[int, _Trained]],
+        self, model: nn.Module | None, parameters: ParameterStore, alive: Callable[[], Mapping[int, Any]]
     ) -> None:
         self._model = model
         self._parameters = parameters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +28,7 @@ _MODEL = Alike("the same tensors of the model", "replace, add and remove modules
 def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Module | None, buffers: bool) -> None:
     """Compare parameters bit by bit, and raise on all ranks if some differ. Communicates.
 
-    Args:
-        parameters: the records, which know the ranks that share each tensor.
-        names: the names of the param groups' parameters.
-        model: the module whose other parameters are compared too; None: there is none.
-        buffers: compare the module's buffers too.
+    Those are the param groups' parameters, by ``names``, all others of ``model``, and, if so asked, its ``buffers``.
     """
     ranks = parameters.shard_groups[0]
     of_model = own_names(model).items()
@@ -42,7 +37,7 @@ def verify(parameters: ParameterStore, names: dict[Tensor, str], model: nn.Modul
     for each, name in names.items():
         by_group[parameters.shard_group_of(each)][each] = name
     with together(ranks, _COMPARE):  # ranks of one group don't know what came of another's
-        run_each(map(partial, repeat(_compare), by_group, parameters.shard_groups))
+        run_each(partial(_compare, *each) for each in zip(by_group, parameters.shard_groups, strict=True))
 
 
 def _compare(names: Mapping[Tensor, str], group: ShardGroup) -> None:
@@ -59,7 +54,8 @@ def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
         Exception: this rank could not read a tensor; if another rank could not, a ``RuntimeError`` names it.
     """
     with together(group, _COMPARE):
-        sums = _read([checksum(each) for each in names])
+        on_devices = [checksum(each) for each in names]
+        sums: list[int] = torch.stack([each.to(on_devices[0].device) for each in on_devices]).tolist() if names else []
     digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
     alike = [digest, -digest]
     if group.all_reduce_max(alike) == alike:
@@ -82,12 +78,6 @@ def checksum(tensor: Tensor) -> Tensor:
     for chunk in torch.split(bits, _CHUNK):
         total.mul_(_FACTOR).add_((chunk.to(torch.int64) * odd[: chunk.numel()]).sum())
     return total
-
-
-def _read(sums: Sequence[Tensor]) -> list[int]:
-    """Return the sums on the host, by one copy from each device."""
-    values: list[int] = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
-    return values
 
 
 def _where_values_differ(gathered: Sequence[tuple[str, Sequence[int]]], ranks: Sequence[int]) -> str:

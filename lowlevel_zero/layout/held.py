@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,18 +37,12 @@ class Held:
 
     def __add__(self, other: Held) -> Held:
         """Return the sum by owner."""
-        return Held(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.masters + other.masters,
-            self.states + other.states,
-            self.bucket_buffers + other.bucket_buffers,
-        )
+        return Held(*(getattr(self, owner) + getattr(other, owner) for owner in OWNERS))
 
     @property
     def total(self) -> int:
         """Return the bytes of all owners together."""
-        return self.parameters + self.gradients + self.masters + self.states + self.bucket_buffers
+        return sum(getattr(self, owner) for owner in OWNERS)
 
 
 NOTHING = Held()
@@ -85,16 +80,16 @@ def traffic_of(optimizer: Sharded) -> dict[str, int]:
     as a reduce-scatter and a gather. With hybrid sharding "reduce_outer" and "gather_outer" are the bytes among
     them that crossed the outer level.
     """
-    by_group = [group.traffic() for group in optimizer.sharded_parameters.shard_groups]
-    purposes = dict.fromkeys(purpose for sent in by_group for purpose in sent)
-    return {purpose: sum(sent.get(purpose, 0) for sent in by_group) for purpose in purposes}
+    sent: Counter[str] = Counter()
+    for group in optimizer.sharded_parameters.shard_groups:
+        sent.update(group.traffic())
+    return dict(sent)
 
 
 def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
-    """Return the bytes of the storages behind each owner's tensors; shared storages count once.
+    """Return the bytes of the storages behind each owner's tensors; a shared one counts for its first owner alone.
 
-    A storage that several tensors share counts once, for the first owner that names it: an fp32 master slice
-    that is a view of its parameter adds nothing.
+    So an fp32 master slice that is a view of its parameter adds nothing.
     """
     seen: set[int] = {0}  # the address of an empty storage
     held: dict[str, int] = {}

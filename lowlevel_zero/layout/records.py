@@ -191,7 +191,9 @@ class Layout:
         over = f"over {counted(self.world_size, 'rank')}, stage {self.stage}, {counted(len(self.buckets), 'bucket')}"
         heading = f"{counted(numel, 'element')} in {counted(len(self.parameters), 'parameter')} {over}"
         heading += f", padding {padding / max(1, numel):.2%}"
-        return "\n\n".join([heading, self._parameters(), self._buckets(), *self._shares()])
+        shares = [*self.owned.values()]
+        whole = [f"of parameters that a rank owns whole {shares_text(shares)}"] if shares else []
+        return "\n\n".join([heading, self._parameters(), self._buckets(), *whole])
 
     @property
     def owned(self) -> dict[int, Owned]:
@@ -202,11 +204,6 @@ class Layout:
             for rank, (elements, work) in zip(group, owned_by_rank(splits, len(group)), strict=True):
                 found[rank] = Owned(found[rank].elements + elements, found[rank].work + work)
         return found if any(share.elements for share in found.values()) else {}
-
-    def _shares(self) -> list[str]:
-        """Return a line about the shares of parameters that ranks own whole, if there are any."""
-        shares = [*self.owned.values()]
-        return [f"of parameters that a rank owns whole {shares_text(shares)}"] if shares else []
 
     def _parameters(self) -> str:
         """Return the table of parameters: each one's split, span, bucket and bytes."""

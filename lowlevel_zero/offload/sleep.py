@@ -32,11 +32,7 @@ def check_kinds(include: Collection[str]) -> None:
 
 
 class Asleep:
-    """Tensors whose memory is on the host until they are woken.
-
-    Args:
-        streams: the streams of their device.
-    """
+    """Tensors whose memory is on the host until they are woken."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -36,7 +36,8 @@ class HostBucket(Bucket):
     def hold(self, total: Tensor) -> None:
         """Keep the row, measure its norm, and start copying it to the host."""
         super().hold(total)
-        self._norm = _l2_norm(self.row)
+        dtype = torch.promote_types(self.row.dtype, torch.float32)
+        self._norm = torch.linalg.vector_norm(self.row, dtype=dtype)
         self.row, self._arrived = self._copies.down(self.row)
 
     def hold_for_step(self, row: Tensor) -> None:
@@ -46,7 +47,7 @@ class HostBucket(Bucket):
 
     @property
     def measured(self) -> Tensor:
-        """Return the row's L2 norm, on the parameters' device."""
+        """Return the row's L2 norm, 0-d and fp32 at least, on the parameters' device."""
         return self._norm
 
     def sums(self) -> Tensor:
@@ -69,11 +70,7 @@ class HostBucket(Bucket):
 
 
 class StepOnHost(StepOnDevice):
-    """Keeps masters and reduced rows on the host, and steps them there.
-
-    Args:
-        streams: the streams of the parameters' device.
-    """
+    """Keeps masters and reduced rows on the host, and steps them there."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -106,9 +103,3 @@ class StepOnHost(StepOnDevice):
 
     def _copy_down(self, row: Tensor) -> Tensor:
         return self._buffer(row.numel(), row.dtype).copy_(row, non_blocking=True)
-
-
-def _l2_norm(row: Tensor) -> Tensor:
-    """Return the L2 norm of a row: 0-d, fp32 at least."""
-    norm: Tensor = torch.linalg.vector_norm(row, dtype=torch.promote_types(row.dtype, torch.float32))
-    return norm

@@ -28,14 +28,9 @@ def orthogonalises(optimizer: Optimizer) -> bool:
 
 
 def costs_of(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, name: str, given: Cost | None) -> Costs:
-    """Return the measures of a parameter: the cost of its step, and, unless the caller gave a cost, its elements.
+    """Return the measures of a parameter: the cost of its step, and, unless that is ``given``, its elements.
 
-    Args:
-        optimizer: the optimizer that steps it.
-        group: the settings of its param group.
-        p: the parameter; its values aren't looked at.
-        name: its name, for messages.
-        given: the caller's own cost; None: there is none.
+    ``group`` has the settings of its param group. Its values aren't looked at.
 
     Raises:
         TypeError, ValueError: ``given`` returns anything but a finite number >= 0.

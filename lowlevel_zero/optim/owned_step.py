@@ -22,10 +22,6 @@ class OwnedStep:
     Names that a group has of its parameters become those of what it holds then. Some classes fail on a param group that
     is empty, or has no gradient, as where its parameters are frozen or other ranks own them. They are given a small
     parameter in it, which is dropped afterwards with its state, so that a group's settings change as on other ranks.
-
-    Args:
-        optim: the wrapped optimizer.
-        parameters: the records of its slices, and the parameters of its groups.
     """
 
     def __init__(self, optim: Optimizer, parameters: ParameterStore) -> None:

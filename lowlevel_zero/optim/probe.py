@@ -109,7 +109,8 @@ def _of_slices(optimizer: Optimizer) -> str | None:
 
     Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     """
-    for gradients in (_lasting, _orthogonal, _outward, _inward):
+    outward, inward = partial(_growing, noise=1.0, inward=-1), partial(_growing, noise=0.1, inward=1)
+    for gradients in (_lasting, _orthogonal, outward, inward):
         found = _Comparison(optimizer, _SHAPES, _first_slice).difference(gradients)
         if found is not None:
             return found
@@ -136,19 +137,12 @@ def _of_owned(
 
 
 class _Part(NamedTuple):
-    """Parameters that one optimizer steps: all of them, every second one, or slices.
-
-    Attributes:
-        optimizer: the optimizer.
-        params: the tensors that it steps.
-        places: the places of these among all parameters.
-        cut: returns the slice of a tensor; None: the parameters are whole.
-    """
+    """Parameters that one optimizer steps: all of them, every second one, or slices."""
 
     optimizer: Optimizer
     params: Sequence[Tensor]
-    places: slice = slice(None)
-    cut: Callable[[Tensor], Tensor] | None = None
+    places: slice = slice(None)  # of these among all parameters
+    cut: Callable[[Tensor], Tensor] | None = None  # returns the slice of a tensor; None: the parameters are whole
 
     def of(self, tensors: Sequence[Any]) -> list[Any]:
         """Return what belongs to this part of ``tensors``, one for each parameter."""
@@ -376,25 +370,18 @@ def _across(weight: Tensor, generator: torch.Generator) -> Tensor:
     return across.view(weight.shape)
 
 
-def _outward(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield gradients that grow, and lead the weights away from zero: some step sizes follow the growth of norms."""
+def _growing(
+    weights: Sequence[Tensor], generator: torch.Generator, noise: float, inward: int
+) -> Iterator[list[Tensor]]:
+    """Yield gradients that grow, and lead the weights towards zero, or away from it with ``inward`` -1.
+
+    Some step sizes follow the fall or the growth of norms. Gradients rise along the elements, so slices move by other
+    shares of their norms than the whole does.
+    """
+    ramps = [torch.linspace(0.1, 1, w.numel(), dtype=torch.float32, device="cpu").view(w.shape) for w in weights]
     for number in range(len(_SIZES)):
-        yield [2**number * _ramp(w) * (_randn(w.shape, generator) - _unit(w)) for w in weights]
-
-
-def _inward(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield gradients that grow, and lead the weights towards zero first: some step sizes follow the fall of norms."""
-    for number in range(len(_SIZES)):
-        yield [2**number * _ramp(w) * (0.1 * _randn(w.shape, generator) + _unit(w)) for w in weights]
-
-
-def _unit(weight: Tensor) -> Tensor:
-    return weight.detach() / weight.detach().std()
-
-
-def _ramp(weight: Tensor) -> Tensor:
-    """Return factors that rise along the elements: slices move by other shares of their norms than the whole does."""
-    return torch.linspace(0.1, 1, weight.numel(), dtype=torch.float32, device="cpu").view(weight.shape)
+        units = [(ramp, weight.detach() / weight.detach().std()) for ramp, weight in zip(ramps, weights, strict=True)]
+        yield [2**number * ramp * (noise * _randn(unit.shape, generator) + inward * unit) for ramp, unit in units]
 
 
 def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -40,11 +40,6 @@ def _is_torchao(optimizer: Optimizer) -> bool:
     return bool(_TORCHAO.fullmatch(full_name(optimizer)))
 
 
-def _smallest(optimizer: Any) -> int:
-    size: int = _SMALLEST if _is_torchao(optimizer) else optimizer.args.min_8bit_size
-    return size
-
-
 def block_size(optimizer: Any) -> int:
     """Return how many elements of an optimizer's quantised states share a scale; 1 if none are known to do."""
     if _is_torchao(optimizer):
@@ -75,18 +70,13 @@ def check_unstepped(optimizer: Optimizer, new: Sequence[Tensor], names: Mapping[
         )
 
 
-def slice_multiple(optimizer: Optimizer) -> Callable[[int, int], int]:
-    """Return a function of a parameter's elements and its ranks: slice sizes are multiples of its result.
-
-    Its arguments are the parameter's elements and the ranks that share it.
-
-    Args:
-        optimizer: the optimizer that steps the slices.
-    """
+def slice_multiple(optimizer: Any) -> Callable[[int, int], int]:
+    """Return a function of a parameter's elements and the ranks that share it: slices are multiples of its result."""
     block = block_size(optimizer)
     if block == 1:
         return lambda numel, world_size: 1
-    whole_blocks, smallest = _is_torchao(optimizer), _smallest(optimizer)
+    whole_blocks = _is_torchao(optimizer)
+    smallest = _SMALLEST if whole_blocks else optimizer.args.min_8bit_size
 
     def multiple(numel: int, world_size: int) -> int:
         size = EvenSplit(numel, world_size).slice_size
@@ -124,22 +114,25 @@ def _stored(state: State) -> Iterator[tuple[str, Any]]:
 
 def is_scale(key: str, state: Collection[str]) -> bool:
     """Return whether ``key`` names the scales that belong to codes in a ``stored_state``."""
+    return _codes_of(key) in state
+
+
+def _codes_of(key: str) -> str:
+    """Return the name of the codes to which scales of the name ``key`` belong; empty if scales have no such name."""
     if key.startswith("absmax"):
-        return "state" + key.removeprefix("absmax") in state
-    return key.endswith(_SCALE) and key.removesuffix(_SCALE) + _CODES in state
+        return "state" + key.removeprefix("absmax")
+    return key.removesuffix(_SCALE) + _CODES if key.endswith(_SCALE) else ""
 
 
 def flat_state(optimizer: Optimizer, state: State) -> State:
     """Return ``state`` for a whole state dict, with quantised states as codes and one scale for each element."""
     stored, block = stored_state(optimizer, state), block_size(optimizer)
-    return {key: _of_elements(key, value, stored, block) for key, value in stored.items()} if block > 1 else stored
-
-
-def _of_elements(key: str, value: Any, stored: State, block: int) -> Any:
-    if not is_scale(key, stored):
-        return value
-    codes = stored["state" + key.removeprefix("absmax") if key.startswith("absmax") else key[: -len(_SCALE)] + _CODES]
-    return scales_of(value, block, 0, codes.numel()).view(codes.shape)
+    flat = dict(stored)
+    for key in stored if block > 1 else ():
+        if is_scale(key, stored):
+            codes = stored[_codes_of(key)]
+            flat[key] = scales_of(stored[key], block, 0, codes.numel()).view(codes.shape)
+    return flat
 
 
 def scales_of(scales: Tensor, block: int, start: int, numel: int) -> Tensor:
@@ -151,31 +144,25 @@ def quantised_state(optimizer: Any, p32: Tensor, state: Mapping[str, Any]) -> St
     """Return the inverse of ``flat_state``, on ``p32``'s device, as ``optimizer`` keeps a slice of this size."""
     if block_size(optimizer) == 1:
         return dict(state)
-    on_device = {key: each.to(p32.device) if _is_flat(each, p32) else each for key, each in state.items()}
+    flat = {key for key, each in state.items() if isinstance(each, Tensor) and each.shape == p32.shape}
+    on_device = {key: each.to(p32.device) if key in flat else each for key, each in state.items()}
     return _torchao_state(optimizer, p32, on_device) if _is_torchao(optimizer) else _bnb_state(optimizer, on_device)
-
-
-def _is_flat(value: object, p32: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == p32.shape
 
 
 def _torchao_state(optimizer: Any, p32: Tensor, state: State) -> State:
     """Return saved codes and scales as torchao's 8-bit tensors, or dequantised for a small parameter."""
     found: State = {}
+    quantises = p32.numel() >= _SMALLEST and p32.numel() % optimizer.block_size == 0
     for key, value in state.items():
         name = key.removesuffix(_CODES)
         if key.endswith(_CODES):
             held = optimizer._subclass_zeros(p32, name == "exp_avg", optimizer.block_size)
             held.codes.copy_(value)
             held.scale.copy_(state[name + _SCALE].flatten()[:: optimizer.block_size])
-            found[name] = held if _quantises(optimizer, p32) else held.dequantize()
+            found[name] = held if quantises else held.dequantize()
         elif not key.endswith(_SCALE):
             found[key] = value
     return found
-
-
-def _quantises(optimizer: Any, p32: Tensor) -> bool:
-    return p32.numel() >= _SMALLEST and p32.numel() % optimizer.block_size == 0
 
 
 def _bnb_state(optimizer: Any, state: State) -> State:
@@ -187,7 +174,7 @@ def _bnb_state(optimizer: Any, state: State) -> State:
             optimizer.fill_qmap()
         codes = found["state" + number]
         qmap = optimizer.name2qmap["dynamic" if number == "1" else "udynamic"].to(codes.device)
-        if codes.numel() < _smallest(optimizer):
+        if codes.numel() < optimizer.args.min_8bit_size:
             found["state" + number] = qmap[codes.long()] * scale
         else:
             zero = qmap.abs().argmin().to(codes.dtype)  # of padding, which counts in its block

@@ -38,21 +38,13 @@ _32_BITS_TOO = "Optimizer8bit"
 
 
 class _Listed(NamedTuple):
-    """An entry for classes that aren't elementwise.
+    """An entry for classes that aren't elementwise."""
 
-    Attributes:
-        names: of the class, of its package or of one of its bases, in any case, matched whole.
-        reason: why not.
-        remedy: what to use instead, where the ranks can't own parameters whole either.
-        by_parameters: whether a rank may own parameters whole, if a probe agrees.
-        never: refused even if the caller chooses a split.
-    """
-
-    names: str
-    reason: str
-    remedy: str = "an optimizer that steps each parameter by itself, such as torch.optim.AdamW"
-    by_parameters: bool = True
-    never: bool = False
+    names: str  # of the class, of its package or of one of its bases, in any case, matched whole
+    reason: str  # why not
+    remedy: str = "an optimizer that steps each parameter by itself, such as torch.optim.AdamW"  # where no split helps
+    by_parameters: bool = True  # a rank may own parameters whole, if a probe agrees
+    never: bool = False  # refused even if the caller chooses a split
 
 
 _LISTED = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..layout.held import NOTHING, Held
 from ..layout.records import BucketLayout
 from ..optimizer import LowLevelZeroOptimizer
-from ..options import DTYPE, Communication, Takes, ZeroOptions, merged
+from ..options import DTYPE, Communication, Cost, Takes, ZeroOptions, merged
 from ..partition import Owned
 from .planned import PlannedRun, most_under_way
 from .state_sizes import OptimizerLike, StateSizes, made_optimizer
@@ -54,9 +54,6 @@ class Estimate(Held):
         return {**asdict(self), **totals}
 
 
-_OPTIONS = ("cpu_offload", "master_weights", "split", "cost")  # of the optimizer, which decide what a rank holds
-
-
 def estimate(
     model_or_numel: nn.Module | Iterable[Tensor] | float,
     world_size: int,
@@ -70,7 +67,10 @@ def estimate(
     reduce_bucket_size: int | None = None,
     fp8_communication: bool = False,
     communication: Communication | None = None,
-    **options: Any,
+    cpu_offload: bool = ZeroOptions.cpu_offload,
+    master_weights: bool = ZeroOptions.master_weights,
+    split: str | None = ZeroOptions.split,
+    cost: Cost | None = ZeroOptions.cost,
 ) -> Estimate:
     """Estimate what each of ``world_size`` ranks will hold, without starting ranks or allocating memory.
 
@@ -89,8 +89,8 @@ def estimate(
             parameters, or "cuda" where they have none.
         micro_batches: backwards before a step; after the first, reduced gradients are summed in fp32.
         communication_dtype: dtype in which gradients travel, as ``dtype``.
-        reduce_bucket_size, fp8_communication, communication: as in ``LowLevelZeroOptimizer``.
-        options: its ``cpu_offload``, ``master_weights``, ``split`` and ``cost``.
+        reduce_bucket_size, fp8_communication, communication, cpu_offload, master_weights, split, cost: as in
+            ``LowLevelZeroOptimizer``.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it.
@@ -99,33 +99,37 @@ def estimate(
         raise ValueError(f"stage: expected 0 (DDP), 1 or 2, got {stage!r}")
     _COUNT("world_size", world_size)
     _COUNT("micro_batches", micro_batches)
-    for name in options:
-        if name not in _OPTIONS:
-            raise TypeError(f"{name}: expected one of {', '.join(_OPTIONS)}, or a keyword of estimate: leave it out")
     travels = as_dtype("communication_dtype", communication_dtype)
-    travel = Communication(reduce_bucket_size, travels, fp8=fp8_communication)
+    travel = merged("communication", communication, Communication(reduce_bucket_size, travels, fp8=fp8_communication))
     chosen = ZeroOptions(
         stage=max(stage, 1),
+        cpu_offload=cpu_offload,
         forced_dtype=as_dtype("dtype", dtype),
-        communication=merged("communication", communication, travel),
-        **options,
+        master_weights=master_weights,
+        split=split,
+        cost=cost,
+        communication=travel if stage else Communication(),
     )
-    if stage == 0:
-        chosen = replace(chosen, communication=Communication())
     groups = None
     if isinstance(optimizer, LowLevelZeroOptimizer):
         groups, optimizer = optimizer.sharded_parameters.groups, optimizer.optim
     run = PlannedRun(model_or_numel, chosen, StateSizes(*made_optimizer(optimizer)), device, groups)
-    layout = run.layout(world_size if stage else 1)
-    buffers = most_under_way(layout, chosen, run.on_host, micro_batches)
-    everywhere = Held(parameters=run.frozen_bytes, bucket_buffers=buffers)
+    return _estimate(run, world_size, stage, micro_batches)
+
+
+def _estimate(run: PlannedRun, world_size: int, stage: int, micro_batches: int) -> Estimate:
+    """Return the bytes that the fullest of ``world_size`` ranks will hold of a planned run."""
+    layout, offload = run.layout(world_size if stage else 1), run.options.cpu_offload
+    buffers = most_under_way(layout, run.options, run.on_host, micro_batches)
+    frozen = sum(shape.shape.numel() * shape.dtype.itemsize for shape in run.shapes if shape.group is None)
+    everywhere = Held(parameters=frozen, bucket_buffers=buffers)
     own: defaultdict[int | None, Held] = defaultdict(Held)  # by owner; None: each rank is one
     for p in layout.parameters:
         everywhere += replace(p.everywhere, gradients=0)
         own[p.split.owner] += replace(p.own, gradients=0)
     keeps_all = stage == 0 or (stage == 1 and world_size > 1)
     for bucket in layout.buckets:
-        on_all, on_owner = _gradients(bucket, micro_batches if stage else 1, keeps_all, chosen.cpu_offload)
+        on_all, on_owner = _gradients(bucket, micro_batches if stage else 1, keeps_all, offload)
         everywhere += Held(gradients=on_all)
         own[bucket.owner] += Held(gradients=on_owner)
     by_rank = [own[None] + own.get(rank, NOTHING) for rank in range(world_size)] if own.keys() - {None} else [own[None]]
@@ -134,8 +138,8 @@ def estimate(
         **vars(everywhere + fullest),
         world_size=world_size,
         stage=stage,
-        cpu_offload=chosen.cpu_offload,
-        host=fullest if chosen.cpu_offload else NOTHING,
+        cpu_offload=offload,
+        host=fullest if offload else NOTHING,
         least=everywhere.total + min(held.total for held in by_rank),
         mean=everywhere.total + sum(held.total for held in by_rank) / len(by_rank),
         owned=tuple(layout.owned.values()) if stage else (),

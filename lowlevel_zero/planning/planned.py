@@ -38,15 +38,9 @@ class Shape(NamedTuple):
 
 
 class PlannedRun:
-    """A run that is only planned, over any number of ranks.
+    """A run that is only planned, over any number of ranks; its arguments are those of ``estimate``.
 
-    Args:
-        model: the model, its parameters, or their number of elements, which is cut into parameters that fill a bucket
-            each.
-        options: the options of the optimizer.
-        states: tells the sizes of the states that the optimizer keeps.
-        device: the type of the device; None: the device of the parameters, or "cuda" where they have none.
-        groups: the parameters of each of the optimizer's groups; None: those that it holds.
+    ``groups`` are the parameters of each of the optimizer's groups; None: those that it holds.
 
     Attributes:
         shapes: the parameters. If the groups hold none of them, all that are trained are in its first group.
@@ -90,11 +84,6 @@ class PlannedRun:
         return [
             Shape(name, p.shape, forced or p.dtype, group_of.get(p) if p.requires_grad else None) for name, p in named
         ]
-
-    @property
-    def frozen_bytes(self) -> int:
-        """Return the bytes of the parameters that aren't trained."""
-        return sum(shape.shape.numel() * shape.dtype.itemsize for shape in self.shapes if shape.group is None)
 
     def layout(self, world_size: int) -> Layout:
         """Return the layout of the trained parameters over ``world_size`` ranks, in the first step's buckets."""

@@ -5,7 +5,7 @@ Buckets are a run's, which learns them: ``layout_of(optimizer)`` tells them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..checkpoint.objects import Settings
@@ -22,8 +22,7 @@ from .memory import as_dtype
 def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Layout:
     """Return the layout of a checkpoint's parameters over ``world_size`` ranks, without buckets. Reads no tensor.
 
-    Args:
-        world_size: ranks; None: as many as shared it when it was saved (replicas aside).
+    ``world_size`` None: as many ranks as shared it when it was saved (replicas aside).
 
     Raises:
         ValueError: fewer than one rank; another number of ranks for experts.
@@ -34,14 +33,17 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
 
 
 def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
-    """Return the layouts of one optimizer's parameters; those shared by all ranks come first."""
+    """Return the layouts of one optimizer's parameters, those of the same ranks together."""
     everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
-    options = _options(settings, settings["stage"])
-    ranks_of = {name: experts[name].ranks if name in experts else everyone for name in checkpoint.trained(settings)}
-    order = list(dict.fromkeys(ranks_of.values()))
-    names = sorted(ranks_of, key=lambda name: order.index(ranks_of[name]))
-    splits = _splits(checkpoint, settings, ranks_of, len(everyone) == settings["slices"])
-    return [_parameter(checkpoint, name, ranks_of[name], options, splits[name]) for name in names]
+    names_of: dict[Ranks, list[str]] = {}
+    for name in checkpoint.trained(settings):
+        names_of.setdefault(experts[name].ranks if name in experts else everyone, []).append(name)
+    options, as_saved = _options(settings), len(everyone) == settings["slices"]
+    return [
+        _parameter(checkpoint, name, ranks, options, split)
+        for ranks, names in names_of.items()
+        for name, split in zip(names, _splits(checkpoint, settings, names, len(ranks), as_saved), strict=True)
+    ]
 
 
 def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
@@ -58,35 +60,31 @@ def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | No
     return tuple(range(size))
 
 
-def _options(settings: Settings, stage: int) -> ZeroOptions:
+def _options(settings: Settings) -> ZeroOptions:
     """Return the options of the run that the layout depends on."""
     options = settings["options"]
     dtype = as_dtype("communication_dtype", options["communication_dtype"])
     travel = Communication(dtype=dtype, fp8=options["fp8_communication"])
     places = {name: options[name] for name in ("master_weights", "cpu_offload")}
-    return ZeroOptions(stage, communication=travel, **places)
+    return ZeroOptions(settings["stage"], communication=travel, **places)
 
 
 def _splits(
-    checkpoint: SavedCheckpoint, settings: Settings, ranks_of: Mapping[str, Ranks], as_saved: bool
-) -> dict[str, Split]:
+    checkpoint: SavedCheckpoint, settings: Settings, names: Sequence[str], world_size: int, as_saved: bool
+) -> list[Split]:
     """Return the splits of parameters ``as_saved``, or as another number of ranks would choose them.
 
     (Blocks of 8-bit states may make the slices of other ranks larger: only the optimizer knows these blocks.)
     """
-    saved, plain = settings["options"]["splits"], (BY_ELEMENTS, None, 1, ())
-    splits: dict[str, Split] = {}
-    for ranks in dict.fromkeys(ranks_of.values()):
-        names = [name for name, of_name in ranks_of.items() if of_name == ranks]
-        chosen: list[Choice] = []
-        for name in names:
-            by, _, multiple, costs = saved.get(name, plain)
-            numel = checkpoint.manifest.tensors[name].numel
-            chosen.append(Choice(numel, by, tuple(costs), multiple if as_saved else 1))
-        for name, split in zip(names, splits_of(chosen, len(ranks)), strict=True):
-            _, owner, _, _ = saved.get(name, plain)
-            splits[name] = replace(split, owner=owner) if as_saved and owner is not None else split
-    return splits
+    saved = [settings["options"]["splits"].get(name, (BY_ELEMENTS, None, 1, ())) for name in names]
+    chosen = [
+        Choice(checkpoint.manifest.tensors[name].numel, by, tuple(costs), multiple if as_saved else 1)
+        for name, (by, _, multiple, costs) in zip(names, saved, strict=True)
+    ]
+    return [
+        replace(split, owner=owner) if as_saved and owner is not None else split
+        for split, (_, owner, _, _) in zip(splits_of(chosen, world_size), saved, strict=True)
+    ]
 
 
 def _parameter(

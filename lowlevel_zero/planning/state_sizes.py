@@ -67,9 +67,7 @@ def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
 class StateSizes:
     """The bytes of the states that an optimizer keeps, as a step of others of its class shows.
 
-    Args:
-        optimizer: the optimizer, which stays as it is.
-        make: returns another optimizer over given parameters; None: the class is called.
+    The optimizer stays as it is. ``make`` returns another one over given parameters; None: the class is called.
     """
 
     def __init__(self, optimizer: Optimizer, make: Maker | None) -> None:
@@ -94,13 +92,10 @@ class StateSizes:
         return [size + (other - size) * (numel - tried) // more for size, other in zip(sizes, larger, strict=True)]
 
     def of_parameter(self, dtype: torch.dtype, shape: torch.Size) -> list[int]:
-        """Return the bytes of the state of a whole parameter in each param group.
+        """Return the bytes of the state of a whole parameter in each param group; raise as ``of_slice``.
 
         The state of a large matrix follows from those of small ones: an optimizer keeps tensors of the matrix' shape,
         of its rows or columns, or squares of them.
-
-        Raises:
-            ValueError: no other optimizer of the class can be made.
         """
         if len(shape) < 2:
             return self.of_slice(dtype, shape.numel())

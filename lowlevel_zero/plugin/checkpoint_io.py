@@ -44,12 +44,7 @@ from .checkpoint_checks import (
     read_optimizer_file,
     shapes_in,
 )
-from .files import (
-    all_or_none,
-    check_file_target,
-    check_folder_target,
-    file_beside,
-)
+from .files import all_or_none, check_file_target, check_folder_target, file_beside
 
 # Keys of an index's metadata, by the names of ``WholeState.load_shards``; ColossalAI reads its own keys alone.
 _EXTRAS = {f"{EXTRAS}.{key}": key for key in ("loss_scale", FP8)}
@@ -150,7 +145,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             self._sync_io()
         with all_or_none("load its model"):
             check_boosted(model, BoostedModel, "model")
-            super().load_model(model, checkpoint, strict, _low_memory(low_cpu_mem_mode), num_threads)
+            little = low_cpu_mem_mode or get_current_device().type == "cpu"  # the other way pins memory
+            super().load_model(model, checkpoint, strict, little, num_threads)
         return model
 
     def load_unsharded_model(
@@ -218,11 +214,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             try:
                 if self.coordinator.is_master():
                     taken, form = list(pieces) if use_async else pieces, _optimizer_form(use_async)
-                    groups = partial(
-                        _save_groups, optimizer.whole_state.packed_groups(), names[2], _metadata(optimizer)
-                    )
-                    write = partial(_write_folder, taken, checkpoint, names, form, groups)
-                    self._do(write, use_async)
+                    packed = optimizer.whole_state.packed_groups()
+                    groups = partial(_save_groups, packed, names[2], _metadata(optimizer))
+                    self._do(partial(_write_folder, taken, checkpoint, names, form, groups), use_async)
             finally:
                 for _ in pieces:  # to the end even after an error: the other ranks gather too
                     pass
@@ -303,14 +297,8 @@ def _write_folder(
     """Remove the former index, write the pieces and ``others``' files, then the index, and delete stale files.
 
     A former index goes before the first of its files is replaced: a crash meanwhile leaves none, and nothing loads. Its
-    files that the new index doesn't name go at the end.
-
-    Args:
-        pieces: state dicts and their sizes in MiB.
-        checkpoint: the folder.
-        names: the start of the pieces' names, and the name of the index.
-        form: writes a piece.
-        others: writes the other files.
+    files that the new index doesn't name go at the end. ``pieces`` are state dicts and their sizes in MiB; ``names``
+    are the start of the pieces' names, and the name of the index.
     """
     base_name, index_name, *_ = names
     folder = Path(checkpoint)
@@ -379,8 +367,3 @@ def _metadata(optimizer: BoostedOptimizer) -> dict[str, Any]:
     """Return the loss scale and fp8 option for the metadata of an optimizer's index."""
     own = {"loss_scale": scale_as_numbers(optimizer.scaler), FP8: optimizer.options.communication.fp8}
     return {f"{EXTRAS}.{key}": value for key, value in own.items() if value}
-
-
-def _low_memory(asked: bool) -> bool:
-    """Return whether to load with little memory; always on a CPU, since the other way pins memory."""
-    return asked or get_current_device().type == "cpu"

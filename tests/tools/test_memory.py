@@ -632,8 +632,3 @@ def test_stage_1_holds_its_own_slices_of_gradients_alone_after_a_step(
 ) -> None:
     for held, own in run_ranks(gradients_after_step, 4, dtype, options):
         assert held == own
-
-
-def test_an_option_that_changes_nothing_that_is_held_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="overlap_allgather: expected one of cpu_offload, .* or a keyword of estimate"):
-        estimate(nn.Linear(2, 2), 2, overlap_allgather=True)
