@@ -28,7 +28,6 @@ from .construction.prepare import (
     connected,
     garbage_collector_paused,
     join,
-    mapping_and_model,
     shard,
 )
 from .construction.start_line import log_start
@@ -156,7 +155,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         travel = Communication(
             reduce_bucket_size, communication_dtype, overlap_communication, overlap_allgather, fp8_communication
         )
-        assigned, model = mapping_and_model(pg_to_param_list, model)
+        assigned: Any = pg_to_param_list
+        if model is None and isinstance(pg_to_param_list, nn.Module):
+            assigned, model = None, pg_to_param_list
         ranks = data_parallel_group(dp_process_group, assigned, optimizer)
         self.shard_group = join(ranks, extra_dp_group, communication, diagnostics)
         with together(self.shard_group, CONSTRUCT) as agreed:

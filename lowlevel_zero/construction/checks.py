@@ -81,26 +81,23 @@ def check_parameters(
         _check_steps_on_host(optimizer)
 
 
-def check_group(param_group: Any, parameters: ParameterStore) -> None:
-    """Raise unless ``param_group`` is a dict of new parameters; turn its parameters into a list."""
+def check_group(param_group: Any) -> None:
+    """Raise ``TypeError`` unless ``param_group`` is a dict with parameters."""
     if not isinstance(param_group, dict) or "params" not in param_group:
         got = list(param_group) if isinstance(param_group, dict) else type(param_group).__name__
         raise TypeError(
             f"param_group: expected a dict with 'params', got {got}: pass {{'params': [p, ...], 'lr': ...}}"
         )
-    params = param_group["params"]
-    if isinstance(params, (set, frozenset)):
-        raise TypeError(
-            "params: expected them in an order that is the same on every rank, got a set: pass a list or a tuple"
+
+
+def check_new(params: Sequence[Tensor], parameters: ParameterStore) -> None:
+    """Raise ``ValueError`` if one of the parameters of a new group has a record already."""
+    known = next(filter(None, map(parameters.find, params)), None)
+    if known is not None:
+        raise ValueError(
+            f"{known.name}: expected a parameter this optimizer doesn't have yet, got one it has: leave it out of the "
+            "new group"
         )
-    param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    for entry in param_group["params"]:
-        record = parameters.find(entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry)  # may be named
-        if record is not None:
-            raise ValueError(
-                f"{record.name}: expected a parameter this optimizer doesn't have yet, got one it has: leave it out of "
-                "the new group"
-            )
 
 
 def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) -> None:

@@ -24,7 +24,7 @@ from ..experts.assignment import Assignment, assign, dtypes_in_common, make_grou
 from ..optim.splits import check_and_choose, may_write_unused
 from ..options import ZeroOptions
 from ..partition import Choice
-from .checks import check_group, check_no_list_of_its_own, check_optimizer, check_parameters
+from .checks import check_group, check_new, check_no_list_of_its_own, check_optimizer, check_parameters
 from .sharding import Sharding, convert
 
 ADD_GROUP = "add a param group"
@@ -51,13 +51,6 @@ def garbage_collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def mapping_and_model(pg_to_param_list: Any, model: nn.Module | None) -> tuple[Any, nn.Module | None]:
-    """Return both arguments; if the mapping is a module and ``model`` is None, return None and that module."""
-    if model is None and isinstance(pg_to_param_list, nn.Module):
-        return None, pg_to_param_list
-    return pg_to_param_list, model
 
 
 def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> ShardGroup:
@@ -128,8 +121,9 @@ def add_group(
     """
     group = parameters.shard_groups[0]
     with together(group, ADD_GROUP) as agreed:
-        check_group(param_group, parameters)
+        check_group(param_group)
         optimizer.add_param_group(param_group)
+        check_new(optimizer.param_groups[-1]["params"], parameters)
         names = parameter_names((each["params"] for each in optimizer.param_groups), model)
         new = [p for p in optimizer.param_groups[-1]["params"] if p.requires_grad]
         known: dict[Tensor, str] = {record.p: record.name for record in parameters}

@@ -175,8 +175,6 @@ def _loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, 
     """Return ``config`` if it is a dict, else the JSON object in the file that it names."""
     if isinstance(config, Mapping):
         return config
-    if not isinstance(config, (str, os.PathLike)):
-        raise TypeError(f"config: expected a dict or the path of a JSON file, got {type(config).__name__}")
     try:
         loaded = json.loads(Path(config).read_text(encoding="utf-8"))
     except ValueError as error:

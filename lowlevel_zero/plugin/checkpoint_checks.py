@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,27 +24,6 @@ def check_boosted(thing: object, kind: type, word: str) -> None:
             f"{word}: expected what booster.boost returned with this plugin, got {type(thing).__name__}: "
             f"boost the {word} before saving or loading it"
         )
-
-
-def check_suffix(checkpoint: str, use_safetensors: bool) -> None:
-    """Raise unless a safetensors checkpoint has a name that ends in ``.safetensors``."""
-    if use_safetensors and not checkpoint.endswith(".safetensors"):
-        raise ValueError(
-            f"{checkpoint}: expected a file name that ends in .safetensors, with use_safetensors=True or "
-            "use_async=True, got another: name the file so"
-        )
-
-
-def check_is_file(checkpoint: str) -> None:
-    """Raise unless ``checkpoint`` is a file."""
-    path = Path(checkpoint)
-    if path.is_dir():
-        raise IsADirectoryError(
-            f"{checkpoint}: expected a file, or a directory with one *.index.json, got a directory without: name "
-            "another"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"{checkpoint}: expected a checkpoint, found nothing: name what booster.save_... wrote")
 
 
 def read_optimizer_file(path: str) -> Any:

@@ -36,14 +36,7 @@ from ..checkpoint.folders import sync
 from ..state.loading import EXTRAS, FP8
 from ..state.whole import scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
-from .checkpoint_checks import (
-    check_boosted,
-    check_is_file,
-    check_same_model,
-    check_suffix,
-    read_optimizer_file,
-    shapes_in,
-)
+from .checkpoint_checks import check_boosted, check_same_model, read_optimizer_file, shapes_in
 from .files import all_or_none, check_file_target, check_folder_target, file_beside
 
 # Keys of an index's metadata, by the names of ``WholeState.load_shards``; ColossalAI reads its own keys alone.
@@ -89,8 +82,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         if index_name is not None:
             check_folder_target(checkpoint, index_name)
         else:
-            check_file_target(checkpoint)
-            check_suffix(checkpoint, use_safetensors)
+            check_file_target(checkpoint, use_safetensors)
 
     def _do(self, write: Callable[[], None], use_async: bool) -> None:
         """Call ``write`` now, or on the writer thread if ``use_async``."""
@@ -153,7 +145,6 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self, model: BoostedModel, checkpoint: str, strict: bool = True, *more: Any, **options: Any
     ) -> None:
         """Load a model from one file, once its names and shapes are found to match. Doesn't communicate."""
-        check_is_file(checkpoint)
         check_same_model(model, shapes_in(checkpoint), checkpoint, strict)
         super().load_unsharded_model(model, checkpoint, strict, *more, **options)
 
@@ -238,7 +229,6 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
     def load_unsharded_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str, *_: Any, **__: Any) -> None:
         """Load an optimizer from one file; every rank reads it."""
-        check_is_file(checkpoint)
         optimizer.load_state_dict(read_optimizer_file(checkpoint))
 
     def load_sharded_optimizer(
@@ -270,7 +260,6 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Load a scheduler from a file, which every rank reads."""
         with all_or_none("load its scheduler"):
-            check_is_file(checkpoint)
             super().load_lr_scheduler(lr_scheduler, checkpoint)
 
 

@@ -22,8 +22,8 @@ def all_or_none(doing: str) -> Iterator[None]:
         yield
 
 
-def check_file_target(path: str) -> None:
-    """Raise unless a file can be written at ``path``."""
+def check_file_target(path: str, use_safetensors: bool = False) -> None:
+    """Raise unless a file can be written at ``path``, whose name ends in ``.safetensors`` if it is one."""
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(
@@ -31,6 +31,11 @@ def check_file_target(path: str) -> None:
         )
     if not target.absolute().parent.is_dir():
         raise FileNotFoundError(f"{path}: expected a path in an existing directory: create {target.parent} first")
+    if use_safetensors and target.suffix != ".safetensors":
+        raise ValueError(
+            f"{path}: expected a file name that ends in .safetensors, with use_safetensors=True or use_async=True, got "
+            "another: name the file so"
+        )
 
 
 def check_folder_target(path: str, index_name: str) -> None:

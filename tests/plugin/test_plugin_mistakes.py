@@ -103,7 +103,7 @@ BAD_FILES: list[tuple[str, Any, str, str]] = [
         "folder",
     ),
     ("load nothing", lambda p, d: p.booster.load_optimizer(p.optimizer, d("nothing.pt")), "RuntimeError", "nothing.pt"),
-    ("load a folder", lambda p, d: p.booster.load_model(p.model, d("folder")), "IsADirectoryError", "without"),
+    ("load a folder", lambda p, d: p.booster.load_model(p.model, d("folder")), "IsADirectoryError", "folder"),
     (
         "load a wider model",
         lambda p, d: p.booster.load_model(p.model, d("wider.pt")),
