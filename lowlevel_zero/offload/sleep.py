@@ -96,12 +96,8 @@ def _move(members: Sequence[Tensor], device: torch.device, pin: bool, non_blocki
     """Put the tensors over one storage over a copy of it; return its bytes."""
     lead = members[0].detach()
     old = torch.empty(0, dtype=torch.uint8, device=lead.device).set_(lead.untyped_storage())
-    new = _copied(old, device, pin, non_blocking)
+    new = torch.empty(len(old), dtype=old.dtype, device=device, pin_memory=pin).copy_(old, non_blocking=non_blocking)
     for each in members:
         like = torch.empty(0, dtype=each.dtype, device=device)
         each.data = like.set_(new.untyped_storage(), each.storage_offset(), each.shape, each.stride())
     return len(old)
-
-
-def _copied(old: Tensor, device: torch.device, pin: bool, non_blocking: bool) -> Tensor:
-    return torch.empty(len(old), dtype=old.dtype, device=device, pin_memory=pin).copy_(old, non_blocking=non_blocking)

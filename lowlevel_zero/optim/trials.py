@@ -68,16 +68,13 @@ def states_of_shape(
         NoProbe: no other optimizer of the class could be made.
     """
     with undisturbed():
-        params: list[Tensor] = [
-            torch.nn.Parameter(_zeros(shape, dtype, group["params"])) for group in optimizer.param_groups
-        ]
+        params: list[Tensor] = []
+        for group in optimizer.param_groups:
+            like = group["params"][0] if group["params"] and dtype is None else torch.empty(0, dtype=dtype)
+            params.append(torch.nn.Parameter(like.new_zeros(shape)))
         other = make(params) if make else with_one_each(optimizer, params)
         step(other, params, map(torch.zeros_like, params))
         return [other.state.get(p, {}) for p in params]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype | None, likes: Sequence[Tensor]) -> Tensor:
-    return likes[0].new_zeros(shape) if likes and dtype is None else torch.zeros(shape, dtype=dtype, device="cpu")
 
 
 def missing_in(

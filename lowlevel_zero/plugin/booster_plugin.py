@@ -9,7 +9,6 @@ from typing import Any
 
 from colossalai.booster.plugin import LowLevelZeroPlugin as ColossalAIsPlugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
 
@@ -85,7 +84,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
             module = model.module if isinstance(model, BoostedModel) else model
             _check_pair(module, optimizer)
             if self.lora_enabled:
-                self._add_lora(module, optimizer)
+                add_lora_parameters(module, optimizer)
         boosted = BoostedModel(module, self.precision, cast_inputs=self.cast_inputs) if module is model else model
         if optimizer is not None and not isinstance(optimizer, BoostedOptimizer):
             optimizer = BoostedOptimizer(optimizer, **self.zero_optim_kwargs, verbose=self.verbose, model=module)
@@ -119,16 +118,6 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
                 "call booster.enable_lora before booster.boost"
             )
         return super().enable_lora(model, pretrained_dir, lora_config, bnb_quantization_config)  # type: ignore[no-any-return]
-
-    def _add_lora(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Give a LoRA model's adapters to its optimizer; raise ``ValueError`` if the model has none."""
-        if not isinstance(model, PeftModel):
-            raise ValueError(
-                f"model: expected what booster.enable_lora returned, got a {type(model).__name__}: "
-                "boost the model with the adapters, or make a plugin of its own for the one without"
-            )
-        if optimizer is not None and not isinstance(optimizer, BoostedOptimizer):
-            add_lora_parameters(model, optimizer)
 
 
 def _check_pair(model: object, optimizer: object) -> None:

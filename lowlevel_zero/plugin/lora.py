@@ -5,19 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.optim import Optimizer
 
+from .boosted import BoostedOptimizer
+
 _log = logging.getLogger("lowlevel_zero")
 
 
-def add_lora_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+def add_lora_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Add each adapter's parameters to the param group of the weight that it adapts. Doesn't communicate.
 
-    An adapter of a weight that the optimizer doesn't have is left out, and logged.
+    An adapter of a weight that the optimizer doesn't have is left out, and logged. A boosted optimizer has them.
+
+    Raises:
+        ValueError: the model has no adapters.
     """
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"model: expected what booster.enable_lora returned, got a {type(model).__name__}: "
+            "boost the model with the adapters, or make a plugin of its own for the one without"
+        )
+    if optimizer is None or isinstance(optimizer, BoostedOptimizer):
+        return
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     names = {p: name for name, p in model.named_parameters()}
     left_out = []
