@@ -181,7 +181,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.options = agreed_verbosity(self.shard_group, self.options)
         groups = connected(self.shard_group, checked, self.options)
         self.shard_group = groups[0]
-        retire_former(checked.trained, checked.names, self.shard_group)
+        retire_former([p for p in checked.names if p.requires_grad], checked.names, self.shard_group)
         self.sharded_parameters = ParameterStore(groups, checked.assignment.number_of)
         sharding = shard(
             optimizer, self.sharded_parameters, self.options, checked.names, checked.choices, CONSTRUCT, model

@@ -73,11 +73,6 @@ class Checked(NamedTuple):
     lines: list[list[str]]  # for each shard group, those that its ranks must have in common
     writes_unused: bool  # the optimizer may write parameters that have no gradient
 
-    @property
-    def trained(self) -> list[Tensor]:
-        """Return the parameters that require gradients."""
-        return [p for p in self.names if p.requires_grad]
-
 
 def check(
     optimizer: Optimizer, model: nn.Module | None, assigned: Any, group: ShardGroup, options: ZeroOptions

@@ -177,20 +177,14 @@ class BadNumbers:
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:
         """Return the first parameter with a bad gradient, if gradients are there, or else with a bad master."""
-        gradients = (self._group_of(record).gradients.averaged(record) for record in self._parameters)
-        found = self._first_of(gradients) if at_hand else None
-        return found or self._first_of(record.p32 for record in self._parameters)
-
-    def _first_of(self, tensors: Iterable[Tensor | None]) -> _Suspect | None:
-        """Return the first parameter whose tensor among ``tensors`` holds an inf or NaN."""
-        for place, (record, tensor) in enumerate(zip(self._parameters, tensors, strict=True)):
-            if tensor is not None and not tensor.isfinite().all():
-                plan = self._group_of(record).reducer.plan.whole
-                return _Suspect(place, record.name, plan.bucket_of[record.index])
+        groups = {group.number: group for group in self._groups}
+        for gradient in (True, False) if at_hand else (False,):
+            for place, record in enumerate(self._parameters):
+                group = groups[record.shard_group]
+                tensor = group.gradients.averaged(record) if gradient else record.p32
+                if tensor is not None and not tensor.isfinite().all():
+                    return _Suspect(place, record.name, group.reducer.plan.whole.bucket_of[record.index])
         return None
-
-    def _group_of(self, record: ShardedParameter) -> ShardedGroup:
-        return next(group for group in self._groups if group.number == record.shard_group)
 
     def _tell(self, text: str) -> None:
         if self._ranks.group_rank == 0:

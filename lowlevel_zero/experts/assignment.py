@@ -42,9 +42,6 @@ def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
     return f"dtypes { ({dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}) }"
 
 
-NOTHING_APART = Assignment((), {})
-
-
 def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> Any:
     """Return the group of all data-parallel ranks; None: the default one. Raises nothing, doesn't communicate.
 
@@ -71,7 +68,7 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
         TypeError, ValueError: it isn't such a mapping, or has other parameters or ranks than these.
     """
     if pg_to_param_list is None:
-        return NOTHING_APART
+        return Assignment((), {})
     parameters = set() if model is None else set(model.parameters())
     known = {tensor: name for tensor, name in own_names(model).items() if tensor in parameters}
     known.update(names)

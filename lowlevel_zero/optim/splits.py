@@ -128,17 +128,12 @@ def choose_splits(
     by a probe. Others of the class step small fresh parameters in it. ``optimizer``, its parameters, state, options and
     hooks stay as they are, and so do random number generators. What the class counts for all of its instances goes on:
     taking back numbers that it has given away could mix instances up. The same optimizer gets the same answer on every
-    rank.
-
-    Args:
-        optimizer: the optimizer.
-        chosen: the caller's choice for all groups; None: there is none.
-        parameters: tensors of the numbers of dimensions that are to be stepped; None: those in the param groups.
-        dtypes: those of 16 bits among the dtypes that are to be stepped.
+    rank. ``parameters`` are tensors of the numbers of dimensions that are to be stepped, by default those in the
+    groups; ``dtypes`` are those of 16 bits among the dtypes that are to be stepped.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, or treats neither elements nor parameters independently, or could not
-            be tried. The message says which optimizer, what was seen, and what to do.
+        TypeError: ``optimizer`` treats neither elements nor parameters independently, or could not be tried. The
+            message says which optimizer, what was seen, and what to do.
         ValueError: a group's ``"split"`` is something else.
     """
     if not isinstance(optimizer, Optimizer):
