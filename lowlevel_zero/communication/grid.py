@@ -2,63 +2,54 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from math import inf
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import CONSTRUCT, Alike, agree, together
 from .backends.backend import Backend
 from .backends.hybrid import Hybrid
 from .backends.staged import Staged
 from .failed_ranks import run_each
-from .process_groups import (
-    SHARE_OF_TIMEOUT,
-    backends_by_device,
-    default_group,
-    in_vain,
-    missing,
-    store_of,
-    timeout_of,
-    union_group,
-)
-from .runtime import runtime
+from .process_groups import await_all, backends_by_device, store_of, timeout_of, union_group
+from .progress import AGREEMENT
 from .shard_group import ShardGroup, is_staged
+from .work import Work
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
-_LOOK, _NAP = 1.0, 0.01  # seconds between looks at whether ranks are elsewhere, and where they still are
-
 _HOST = torch.device("cpu")
-_log = logging.getLogger("lowlevel_zero")
 _KEYWORDS = "dp_process_group, extra_dp_group"
 _REMEDY = (
     "make both by init_device_mesh(device_type, (outer size, inner size), mesh_dim_names=('outer', 'inner')) "
     "and get_group('outer'), get_group('inner')"
 )
+_HYBRID = Alike("the same hybrid_shard", "pass the same Communication on all ranks")
+_COLUMNS = Alike("an outer group for each place in inner groups of one size", _REMEDY)
 
 
-def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, stall_timeout: float = 0.0) -> ShardGroup:
+def shard_group(
+    group: Ranks | None,
+    extra: Ranks | None,
+    hybrid_shard: bool,
+    watch: Callable[[ShardGroup], object] = lambda _: None,
+) -> ShardGroup:
     """Return the shard group of one process group, or of two that form a grid. Communicates if there are two.
 
     Args:
         group: a process group; or the inner one of two; or both, ``(outer, inner)``. None: the default one.
         extra: the outer one of two; None: there is none, or it is in ``group``.
         hybrid_shard: shard over the inner group of two, and replicate over the outer one; else shard over all ranks.
-        stall_timeout: seconds after which a rank logs which other one it waits for; 0: never.
+        watch: watches a shard group for stalls, while two process groups are compared.
 
     Raises (on all ranks of both groups):
         TypeError, ValueError: what isn't one or two process groups of a grid that this process belongs to.
-        RuntimeError: no process group is initialised, or it is so on another rank.
+        RuntimeError: no process group is initialised, or another rank has other groups.
         TimeoutError: a rank of one of them didn't come.
     """
     if extra is None and not isinstance(group, (tuple, list)):
@@ -67,7 +58,8 @@ def shard_group(group: Ranks | None, extra: Ranks | None, hybrid_shard: bool, st
         return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
-    outer, inner, ranks = _find_grid(group, extra, hybrid_shard, stall_timeout)
+    outer, inner = _pair(group, extra)
+    ranks = _ranks_of_grid(outer, inner, hybrid_shard, watch)
     if dist.get_world_size(outer) == 1:
         return ShardGroup(inner)
     return HybridGroup(outer, inner, ranks) if hybrid_shard else ShardGroup(union_group(ranks, inner))
@@ -94,7 +86,7 @@ class HybridGroup(ShardGroup):
     """
 
     def __init__(self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        super().__init__(union_group(ranks))
+        super().__init__(union_group(ranks, inner))
         self._outer, self._inner = ShardGroup(outer), ShardGroup(inner)
         for level in (self._outer, self._inner):
             level.context.users.add(self)
@@ -145,124 +137,54 @@ class HybridGroup(ShardGroup):
 # ---- from the caller's groups to a grid ----
 
 
-def _find_grid(
-    group: Any, extra: Any, hybrid_shard: bool, stall_timeout: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup, list[int]]:
-    """Return the outer and the inner group, and the grid's global ranks. Communicates through the store.
+def _ranks_of_grid(
+    outer: dist.ProcessGroup, inner: dist.ProcessGroup, hybrid_shard: bool, watch: Callable[[ShardGroup], object]
+) -> list[int]:
+    """Return the global ranks of the grid, row by row; raise on all ranks if there is none. Communicates.
 
-    The ranks tell each other through the store which groups they have: each reads what those of its row say, and
-    whether those of its column, one in each row, have found the same. A collective would wait for ranks that have other
-    groups; here a rank that can't go on says so to all that may ask it.
-
-    Each try has a number, under which its ranks meet. A rank may have made grids with others before, or have waited in
-    vain, so its next number is in the store: ranks that meet go on to the largest number of their row and column.
+    The ranks of a row tell each other their columns, and those of a column, one in each row, compare what they have
+    found. An error in a row is told in all of its columns.
     """
-    me = str(dist.get_rank())
-    numbers = store_of(default_group(), "grid/next")
-    number = _next_try(numbers, [int(me)])
-    try:
-        outer, inner = _pair(group, extra)
-        _check_own(outer, inner)
-        row, column = map(dist.get_process_group_ranks, (inner, outer))
-        mates = {*row, *column}
-        found = None
-        while found is None:
-            numbers.set(me, str(number))
-            groups, grids = _stores_of_try(number)
-            own = {"row": row, "column": column, "hybrid": bool(hybrid_shard)}
-            groups.set(me, json.dumps(own))
-            told = _told(groups, row, stall_timeout, partial(_is_over, numbers, mates, number))
-            if told is not None:
-                columns = [each["column"] for each in told]
-                rows = list(map(list, zip_longest(*columns)))
-                is_grid = all(each["row"] == row for each in told) and row in rows and None not in chain(*rows)
-                _check_grid(is_grid, row, columns)
-                _check_hybrid_alike(row, told)
-                digest = hashlib.sha256(json.dumps(columns).encode()).hexdigest()
-                grids.set(me, json.dumps({**own, "digest": digest}))
-                # Those of its row may be past this try already: they have waited for other columns.
-                found = _told(grids, column, stall_timeout, partial(_is_over, numbers, column, number))
-            number = number if found else max(number + 1, _next_try(numbers, mates))
-        _check_grid(all(each["digest"] == digest for each in found), row, columns)
-        _check_hybrid_alike(column, found)
-    except Exception as error:
-        doing = "" if isinstance(error, RuntimeError) else f"rank {me} could not construct its LowLevelZeroOptimizer: "
-        groups, grids = _stores_of_try(number)
-        groups.set(me, json.dumps(None if isinstance(error, TimeoutError) else f"{doing}{error}"))
-        grids.set(me, json.dumps(f"{doing}{error}"))
-        raise
-    finally:
-        numbers.set(me, str(number + 1))
-    return outer, inner, list(chain(*rows))
+    _check_membership(outer, inner)
+    row, column = ShardGroup(inner), ShardGroup(outer)
+    watch(row)
+    watch(column)
+    _meet(row, column, row)  # at last all ranks of its row have met their columns
+    with together(column, CONSTRUCT, _COLUMNS) as found:
+        with together(row, CONSTRUCT, _HYBRID) as chosen:
+            _check_pair(outer, inner)
+            chosen.append(f"hybrid_shard={bool(hybrid_shard)}")
+        columns = row.all_gather_object(column.slice_ranks)
+        rows = list(map(list, zip_longest(*columns)))
+        if row.slice_ranks not in rows or None in chain(*rows):
+            raise ValueError(
+                f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one "
+                f"place in all of them, got the outer groups {columns} of the ranks of an inner group, "
+                f"{row.slice_ranks}: {_REMEDY}"
+            )
+        found += [f"outer groups {columns}", *chosen]
+    return list(chain(*rows))
 
 
-def _next_try(numbers: Any, ranks: Iterable[int]) -> int:
-    """Return the largest number of a try that one of ``ranks`` is at, or comes to next."""
-    there = [key for key in map(str, ranks) if numbers.check([key])]
-    return max(map(int, numbers.multi_get(there)), default=0)
+def _check_membership(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
+    """Raise ``ValueError`` unless this process belongs to both groups; tell it the ranks of one. May communicate."""
+    for group, other, kind in ((outer, inner, "outer"), (inner, outer, "inner")):
+        if dist.get_rank(group) < 0:
+            error = ValueError(
+                f"{_KEYWORDS}: expected groups that this process belongs to, got an {kind} one without it: {_REMEDY}"
+            )
+            if dist.get_rank(other) >= 0:
+                level = ShardGroup(other)
+                _meet(*(level, level) if other is inner else (level,))  # as its other ranks do
+                agree(level, (), error)
+            raise error
 
 
-def _is_over(numbers: Any, ranks: Iterable[int], number: int) -> bool:
-    """Return whether one of ``ranks`` is past the try of a ``number``."""
-    return _next_try(numbers, ranks) > number
-
-
-def _stores_of_try(number: int) -> tuple[Any, Any]:
-    """Return the stores in which the ranks of one try tell each other their groups and their grids.
-
-    An entry is a dict; or a rank's refusal, as text; or None, where the rank has waited in vain and left the try.
-    """
-    groups, grids = (store_of(default_group(), f"grid/{number}/{what}") for what in ("groups", "grids"))
-    return groups, grids
-
-
-def _told(store: Any, ranks: Sequence[int], stall_timeout: float, is_over: Callable[[], bool]) -> list[Any] | None:
-    """Wait for the entries of ``ranks`` in the store, and return them; None: the try is over without one of them.
-
-    Raises:
-        RuntimeError: another rank can't go on; it says why.
-        TimeoutError: one didn't come.
-    """
-    timeout = timeout_of(default_group())
-    patience = min(stall_timeout, SHARE_OF_TIMEOUT * timeout) or inf
-    began, waited = runtime().now(), 0.0
-    while len(told := _entries(store, ranks)) < len(ranks) and not (waited and is_over()):
-        lacking = [rank for rank in ranks if rank not in told]
-        if waited >= timeout:
-            raise in_vain(lacking, timeout)
-        if waited >= patience:
-            _log.warning("rank %d has waited %.3g s for %s", dist.get_rank(), patience, missing(lacking))
-            patience = inf
-        if any(store.check([str(rank)]) for rank in lacking):
-            runtime().sleep(_NAP)  # one of them is making another grid first
-        with suppress(RuntimeError):
-            seconds = min(max(_LOOK, waited / 2), patience - waited, timeout - waited)
-            store.wait(list(map(str, lacking)), timedelta(seconds=seconds))
-        waited = runtime().now() - began
-    if len(told) < len(ranks):
-        told = _entries(store, ranks)  # all were there before any of the ranks went on to another try
-    for refusal in (each for each in told.values() if isinstance(each, str)):
-        raise RuntimeError(refusal)
-    return None if None in told.values() or len(told) < len(ranks) else list(told.values())
-
-
-def _entries(store: Any, ranks: Sequence[int]) -> dict[int, Any]:
-    """Return the entries in the store by rank; leave out ranks that are making another grid, without this one."""
-    me = dist.get_rank()
-    there = [rank for rank in ranks if store.check([str(rank)])]
-    entries = zip(there, map(json.loads, store.multi_get(list(map(str, there)))), strict=True)
-    return {rank: of for rank, of in entries if not isinstance(of, dict) or me in of["row"] or me in of["column"]}
-
-
-def _check_hybrid_alike(ranks: Sequence[int], told: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` if only some of ``ranks`` have chosen ``hybrid_shard``."""
-    chosen = [rank for rank, each in zip(ranks, told, strict=True) if each["hybrid"]]
-    others = [rank for rank in ranks if rank not in chosen]
-    if chosen and others:
-        raise ValueError(
-            f"hybrid_shard: expected the same on every rank, got True on ranks {chosen} and False on ranks {others}: "
-            "pass the same Communication on all ranks"
-        )
+def _meet(*levels: ShardGroup) -> None:
+    """Wait in each shard group for all of its ranks, through the store; raise ``TimeoutError`` if one doesn't come."""
+    for level in levels:
+        come = partial(await_all, store_of(level.group, "grid"), level.slice_ranks, timeout_of(level.group))
+        level.progress.start(AGREEMENT, None, (), Work, come).wait()
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
@@ -294,13 +216,8 @@ def _check_type(group: object) -> None:
         )
 
 
-def _check_own(outer: Any, inner: Any) -> None:
-    """Raise ``ValueError`` for two groups that can't be a row and a column, as far as this rank knows."""
-    for group, kind in ((outer, "outer"), (inner, "inner")):
-        if dist.get_rank(group) < 0:
-            raise ValueError(
-                f"{_KEYWORDS}: expected groups that this process belongs to, got an {kind} one without it: {_REMEDY}"
-            )
+def _check_pair(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
+    """Raise ``ValueError`` for two groups that can't be a column and a row, as far as this rank knows."""
     both = set(dist.get_process_group_ranks(outer)) & set(dist.get_process_group_ranks(inner))
     if len(both) > 1:
         raise ValueError(
@@ -310,12 +227,3 @@ def _check_own(outer: Any, inner: Any) -> None:
     backends = [dist.get_backend_config(group) for group in (outer, inner)]
     if backends[0] != backends[1]:
         raise ValueError(f"{_KEYWORDS}: expected groups of one backend, got {backends[0]} and {backends[1]}")
-
-
-def _check_grid(is_grid: bool, row: list[int], columns: list[list[int]]) -> None:
-    """Raise ``ValueError`` unless inner and outer groups form a grid."""
-    if not is_grid:
-        raise ValueError(
-            f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one place "
-            f"in all of them, got the outer groups {columns} of the ranks of an inner group, {row}: {_REMEDY}"
-        )

@@ -222,38 +222,34 @@ def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Wait until each of ``ranks`` has called this function, through the store. Raises ``TimeoutError``.
+    """Wait until each of ``ranks`` has called this function, through the store; it may be called again and again.
 
     torch would keep the store's only connection busy while it waits for the others: a thread couldn't report which
-    ranks are missing.
+    ranks are missing. Each try to meet has a number, and one end for all ranks: all have come, or
+    one of them has given it up.
 
     Raises:
         TimeoutError: a rank hasn't called it within ``timeout`` seconds.
     """
-    me = str(dist.get_rank())
-    if not store.check([me]):  # it may have come before, and have waited in vain
-        if store.add("count", 1) == len(ranks):
-            store.set("all", "")
-        store.set(me, "")  # last: a rank whose end keeps the others waiting lacks it
-    began = now = runtime().now()
-    while not store.check(["all"]):
-        if now - began > timeout:
-            raise in_vain([rank for rank in ranks if not store.check([str(rank)])], timeout)
-        runtime().sleep(max(0.001, (now - began) / 20))
-        now = runtime().now()
-
-
-def in_vain(lacking: Sequence[int], waited: float) -> TimeoutError:
-    """Return the ``TimeoutError`` that names the ``lacking`` ranks."""
-    return TimeoutError(
-        f"expected all ranks, waited {waited:g} seconds in vain for {missing(lacking)}: construct it on every rank"
-    )
-
-
-def missing(lacking: Sequence[int]) -> str:
-    """Return a text that names the ``lacking`` ranks."""
-    named = ", ".join(map(str, lacking))
-    return f"rank {named} to construct its LowLevelZeroOptimizer. Not there yet: rank {named}"
+    began, me = runtime().now(), str(dist.get_rank())
+    for number in count():
+        over = f"{number}/over"
+        if store.check([over]):
+            continue
+        if store.add(f"{number}/count", 1) == len(ranks):
+            store.compare_set(over, "", "all")
+        store.set(f"{number}/{me}", "")  # last: a rank whose end keeps the others waiting lacks it
+        while not store.check([over]):
+            waited = runtime().now() - began
+            if waited > timeout and store.compare_set(over, "", me) == me.encode():
+                lacking = ", ".join(str(rank) for rank in ranks if not store.check([f"{number}/{rank}"]))
+                raise TimeoutError(
+                    f"expected all ranks, waited {timeout:g} seconds in vain for rank {lacking} to construct its "
+                    f"LowLevelZeroOptimizer. Not there yet: rank {lacking}: construct it on every rank"
+                )
+            runtime().sleep(max(0.001, waited / 20))
+        if store.get(over) == b"all":
+            return
 
 
 def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -263,7 +259,8 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     from rank to rank have tags, and so an order for each use. Its collectives have one order: they are for
     checkpoints alone, of which one is written or read at a time, be it in a thread.
     """
-    if dist.get_world_size(group) == 1 or is_fake(group) or group.group_name.startswith(_PREFIX):
+    is_own = group.group_name.startswith(_PREFIX) and set(backends_by_device(group).values()) == {"gloo"}
+    if is_own or dist.get_world_size(group) == 1 or is_fake(group):
         return group
     return beside(group, "side", "gloo")
 
@@ -298,16 +295,15 @@ def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return beside(group, "buffers", "gloo")
 
 
-def union_group(ranks: Sequence[int], like: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """Return a group of these global ranks, or the default one if it is the same. Communicates when first made.
+def union_group(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of these global ranks, with the backends of ``like``. Communicates when it is first made.
 
     The default group stands for it where it has all of them, and such backends.
     """
     default, members = default_group(), sorted(ranks)
-    like_default = like is None or backends_by_device(like) == backends_by_device(default)
-    if len(ranks) == dist.get_world_size() and like_default:
+    if len(ranks) == dist.get_world_size() and backends_by_device(like) == backends_by_device(default):
         return default
-    backends = "gloo" if like is None else dist.get_backend_config(like)
+    backends = dist.get_backend_config(like)
     name = hashlib.sha256(f"{backends} {members}".encode()).hexdigest()[:16]
     return beside(default, f"union/{name}", backends, members)
 

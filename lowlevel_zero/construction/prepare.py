@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +55,14 @@ def garbage_collector_paused() -> Iterator[None]:
 
 
 def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> ShardGroup:
-    """Return the data-parallel ranks as a shard group that is watched for stalls. May communicate over the store.
+    """Return the data-parallel ranks as a shard group that is watched for stalls. Communicates if there are two levels.
 
     The ranks can only agree over it, so the options that it needs haven't been checked yet: bad ones count as defaults.
     """
     patience = seconds_of(diagnostics)
-    group = shard_group(ranks, extra, getattr(communication, "hybrid_shard", False), patience)
-    watch(group, patience)
+    watched = partial(watch, timeout=patience)
+    group = shard_group(ranks, extra, getattr(communication, "hybrid_shard", False), watched)
+    watched(group)
     return group
 
 

@@ -297,14 +297,18 @@ def test_a_part_of_the_ranks_shares_its_communicator_where_it_would_be_split_off
     assert run_ranks(look, 3, init=False) == [[True, False], [True, False], []]
 
 
-def test_a_rank_that_waits_for_others_again_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    for _ in range(2):
-        with pytest.raises(TimeoutError, match="Not there yet: rank 0"):
-            process_groups.await_all(store, [0, 1], timeout=0.0)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    process_groups.await_all(store, [0, 1], timeout=0.0)
+def test_ranks_meet_when_all_wait_at_a_time() -> None:
+    def meet(rank: int, world_size: int) -> int:
+        store = process_groups.store_of(dist.group.WORLD, "meeting")
+        for _ in range(2 if rank == 1 else 0):
+            with pytest.raises(TimeoutError, match="Not there yet: rank 0"):
+                process_groups.await_all(store, [0, 1], timeout=0.0)
+        dist.barrier()
+        for _ in range(3):
+            process_groups.await_all(store, [0, 1], timeout=20.0)
+        return store.add("0/count", 0)
+
+    assert run_ranks(meet, 2) == [1, 1]
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["the default group", "a part"])

@@ -143,11 +143,11 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
 
 
 def test_the_store_is_asked_as_often_however_many_ranks_there_are(counts: Counts) -> None:
-    """For each process group whether all have come: one asks five times, if it is the last one."""
+    """For each process group whether all have come: one asks six times, if it is the last one."""
     for by_size in counts.values():
         for phases in by_size.values():
             requests = {phase: asked["store requests"] for phase, asked in phases.items()}
-            assert requests == {"construction": 10, "step": 0, "save": 0, "load": 0}
+            assert requests == {"construction": 12, "step": 0, "save": 0, "load": 0}
 
 
 def test_there_are_at_most_two_process_groups_beyond_the_caller_s(counts: Counts) -> None:
