@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..partition import END_TO_END, Alignment
 from ..streams import streams_of
-from .backends.backend import DEVICE_BUCKET, MAXIMUM, Alone, Backend, HostBackend, Kind
+from .backends.backend import DEVICE_BUCKET, Alone, Backend, HostBackend, Kind
 from .backends.memory_pool import Memory, open_pool
 from .backends.native import Native
 from .backends.pairwise import Pairwise
@@ -163,7 +163,7 @@ class ShardGroup:
             self._native = Native(self._data(), sums_in_fp32)
         if self.on_gloo(_HOST):
             refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
-            if not self._agreements().exchange(refused, Kind.AGREEMENT, MAXIMUM).wait():
+            if not self._agreements().maximum(refused, Kind.AGREEMENT).wait():
                 self._share_memory()
             if shared and not self.host_backend.shares_memory:
                 self._host_backend = self._messages(self.number, buffers=True)
@@ -353,7 +353,7 @@ class ShardGroup:
         return agreed
 
     def _maximum(self, few: Tensor) -> Tensor:
-        return self._agreements().exchange(few, Kind.AGREEMENT, MAXIMUM).wait()
+        return self._agreements().maximum(few, Kind.AGREEMENT).wait()
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
         """Start an element-wise maximum of a few bytes over the ranks, beside the buffers. Communicates.
@@ -361,9 +361,7 @@ class ShardGroup:
         It travels beside the buffers: all ranks make these calls in the same order among their syncs, but not among
         calls of ``all_reduce_max``. Its ``ready`` tells when it is over.
         """
-        return self.progress.start(
-            MESSAGE, None, (values,), self.host_backend.exchange, values, Kind.PRESENCE_MAP, MAXIMUM
-        )
+        return self.progress.start(MESSAGE, None, (values,), self.host_backend.maximum, values, Kind.PRESENCE_MAP)
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Return rank 0's ``values``; every rank passes as many. Communicates."""

@@ -137,12 +137,18 @@ def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
     try:
         return start(result)
     except RuntimeError as error:
-        second, failed = start(result), error
+        return or_raise(start(result), [error])
 
-    def fail(_: T) -> T:
-        raise failed
 
-    return second.then(fail)
+def or_raise(work: Work[T], failed: list[RuntimeError]) -> Work[T]:
+    """Return a work that waits for ``work``, and then raises the first error that is in ``failed``."""
+
+    def checked(result: T) -> T:
+        for error in failed:
+            raise error
+        return result
+
+    return work.then(checked)
 
 
 def _is_ready(second: Future[Work[T]]) -> bool:

@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "an outer level isn't summed",
         LEVELS,
-        "despite(within, own, failed), self._outer.all_reduce)",
-        "despite(within, own, failed), Work.over)",
+        "despite(within, own, failed), self._outer.all_reduce), failed)",
+        "despite(within, own, failed), Work.over), failed)",
         "tests/communication/test_two_levels.py",
     ),
     Mutant(

@@ -34,9 +34,8 @@ _FEW = {
     "lowlevel_zero.checkpoint.storage": {"_gather", "_outcome"},
     "lowlevel_zero.bookkeeping.unused_parameters": {"_exchange"},
     "lowlevel_zero.communication.shard_group": {"all_gather_object", "all_reduce_max"},
-    "lowlevel_zero.communication.backends.backend": {"all_gather_object", "exchange", "read"},
-    "lowlevel_zero.communication.backends.pairwise": {"exchange", "_gathered", "run_rounds"},
-    "lowlevel_zero.communication.backends.shared_memory": {"exchange"},
+    "lowlevel_zero.communication.backends.backend": {"all_gather_object", "_combined", "maximum", "read"},
+    "lowlevel_zero.communication.backends.pairwise": {"maximum", "run_rounds"},
 }
 _KINDS = {AGREEMENT, MESSAGE}
 _PROGRESS = {Progress.start.__code__, Progress.wait.__code__}

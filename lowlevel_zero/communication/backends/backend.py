@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..flat_buffers import in_rows, keep_own, lay_end_to_end, sum_rows, take_apart, unpack
-from ..work import Chain, Work
+from ..work import Chain, Work, or_raise
 
 KINDS = 16  # at most
 
@@ -24,10 +24,6 @@ KINDS = 16  # at most
 HOST_BUCKET, DEVICE_BUCKET = 2**20, 40 * 2**20
 
 T = TypeVar("T")
-
-# Combine the stacked numbers of all ranks.
-MAXIMUM: Callable[[Tensor], Tensor] = partial(torch.amax, dim=0)
-_SUM: Callable[[Tensor], Tensor] = partial(torch.sum, dim=0)
 
 
 class Kind(IntEnum):
@@ -113,13 +109,9 @@ class Backend(ABC):
         own = self._row_of_sum(total)
         scattered = self.reduce_scatter(rows, own)
         failed: list[RuntimeError] = []
-
-        def whole(_: None) -> Tensor:
-            raise_first(failed)
-            return total.view(-1)[:numel].view(shape)
-
         first = despite(scattered, own, failed)
-        return self.chain.after(first, lambda row: self._gather_sum(row, total)).then(whole)
+        gathered = or_raise(self.chain.after(first, lambda row: self._gather_sum(row, total)), failed)
+        return gathered.then(lambda _: total.view(-1)[:numel].view(shape))
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
         """Return the memory for this rank's row of an all-reduce's ``total``."""
@@ -273,40 +265,41 @@ class HostBackend(Backend):
         theirs[self.rank].copy_(buffer[self.rank])
         return self.trade(Trade(Kind.ALL_TO_ALL, buffer.view(-1), sizes, sizes, theirs.unbind()), lambda _: theirs)
 
-    def exchange(self, few: Tensor, kind: Kind, combine: Callable[[Tensor], T]) -> Work[T]:
-        """Start gathering a few numbers of each rank; ``combine`` makes the result of them, stacked. Communicates.
+    def _combined(self, few: Tensor, kind: Kind, combine: Callable[[Tensor], Tensor]) -> Work[Tensor]:
+        """Start gathering a few numbers of each rank; ``combine`` makes the result of them, stacked. Communicates."""
 
-        Presence maps alone make progress by themselves, and their ``ready`` tells when they have come. ``few`` must
-        stay unchanged until then.
-        """
-
-        def read(theirs: dict[int, Tensor]) -> T:
+        def read(theirs: dict[int, Tensor]) -> Tensor:
             parts = theirs | {self.rank: few.view(-1)}
             return combine(torch.stack([*map(parts.__getitem__, range(self.size))]).view(self.size, *few.shape))
 
         return self.trade(Trade(kind, few.view(-1), None, [few.numel()] * self.size), read)
 
+    def maximum(self, few: Tensor, kind: Kind) -> Work[Tensor]:
+        """Start taking the element-wise maximum of a few numbers, which stay unchanged until then. Communicates.
+
+        Presence maps alone make progress by themselves, and their ``ready`` tells when they have come.
+        """
+        return self._combined(few, kind, partial(torch.amax, dim=0))
+
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Start summing a few numbers in rank order. Communicates."""
-        return self.exchange(value, Kind.SUM, _SUM)
+        return self._combined(value, Kind.SUM, partial(torch.sum, dim=0))
 
     def all_gather_object(self, mine: object) -> list[Any]:
         """Return every rank's ``mine`` in rank order, pickled on the way. Communicates."""
         data = bytearray(pickle.dumps(mine))
-        length = self.exchange(torch.tensor([len(data)], device="cpu"), Kind.AGREEMENT, MAXIMUM).wait()
-        data.extend(bytes(int(length) - len(data)))
-        return self.exchange(torch.frombuffer(data, dtype=torch.uint8), Kind.AGREEMENT, _unpickled).wait()
-
-
-def _unpickled(parts: Tensor) -> list[Any]:
-    # torch may be installed without numpy
-    return [pickle.loads(ctypes.string_at(part.data_ptr(), part.nbytes)) for part in parts]
+        length = self.maximum(torch.tensor([len(data)], device="cpu"), Kind.AGREEMENT).wait()
+        rows = torch.zeros(self.size, int(length), dtype=torch.uint8, device="cpu")
+        rows[self.rank, : len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        rows = self.maximum(rows, Kind.AGREEMENT).wait()
+        # torch may be installed without numpy
+        return [pickle.loads(ctypes.string_at(row.data_ptr(), row.nbytes)) for row in rows]
 
 
 def despite(first: Work[Tensor], instead: Tensor, failed: list[RuntimeError]) -> Work[Tensor]:
     """Return a work with the result of ``first``, or with zeros in ``instead`` where that fails on this rank alone.
 
-    Other ranks wait for what is made of the result. Errors go to ``failed``, for ``raise_first``.
+    Other ranks wait for what is made of the result. Errors go to ``failed``, for ``or_raise``.
     """
 
     def wait() -> Tensor:
@@ -319,12 +312,6 @@ def despite(first: Work[Tensor], instead: Tensor, failed: list[RuntimeError]) ->
             return instead.zero_()
 
     return Work(wait, first.ready, first.tensors)
-
-
-def raise_first(failed: list[RuntimeError]) -> None:
-    """Raise the first error in ``failed``, or return if it is empty."""
-    for error in failed:
-        raise error
 
 
 class Alone(HostBackend):

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..flat_buffers import in_rows
-from ..work import Chain, Work
-from .backend import Backend, despite, raise_first
+from ..work import Chain, Work, or_raise
+from .backend import Backend, despite
 
 
 class Hybrid(Backend):
@@ -37,7 +36,7 @@ class Hybrid(Backend):
         super().__init__(inner.rank, inner.size)
         self._outer = outer
         self._inner = inner
-        self._chain = chain
+        self.chain = chain
         self.in_flight, self.gathers_in_flight = inner.in_flight, inner.gathers_in_flight
         self.bucket_size = max(inner.bucket_size, outer.bucket_size)
 
@@ -48,46 +47,18 @@ class Hybrid(Backend):
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Start summing this rank's row within, then across; also where the sum within fails on this rank."""
         own = buffer.new_empty(buffer.shape[1]) if into is None else into
+        return self._cross(self._inner.reduce_scatter(buffer, own), own)
+
+    def _cross(self, within: Work[Tensor], own: Tensor) -> Work[Tensor]:
+        """Start summing the result of ``within`` across; zeros in ``own`` if that fails on this rank. Communicates."""
         failed: list[RuntimeError] = []
-        crossed = self._cross(self._inner.reduce_scatter(buffer, own), own, failed)
-
-        def checked(total: Tensor) -> Tensor:
-            raise_first(failed)
-            return total
-
-        return crossed.then(checked)
-
-    def _cross(self, within: Work[Tensor], own: Tensor, failed: list[RuntimeError]) -> Work[Tensor]:
-        return self._chain.after(despite(within, own, failed), self._outer.all_reduce)
-
-    def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
-        """Start summing a row within, then across, and gathering all rows within; the sum is a new tensor."""
-        rows = in_rows(buffer, self.size)
-        whole = torch.empty_like(rows)
-        own = whole[self.rank]
-        failed: list[RuntimeError] = []
-        crossed = despite(self._cross(self._inner.reduce_scatter(rows, own), own, failed), own, failed)
-
-        def checked(_: None) -> Tensor:
-            raise_first(failed)
-            return whole.view(-1)[: buffer.numel()].view(buffer.shape)
-
-        return self._chain.after(crossed, lambda row: self._inner.gather([row], [whole], row.numel())).then(checked)
+        return or_raise(self.chain.after(despite(within, own, failed), self._outer.all_reduce), failed)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start summing within to the owner in each inner group, then across the owners."""
         own = torch.empty_like(buffer).view(-1) if self.rank == owner else None  # before anything is begun
         within = self._inner.reduce(buffer, owner)
-        if own is None:
-            return self._chain.after(within, Work.over)
-        failed: list[RuntimeError] = []
-        crossed = self._cross(within, own, failed)
-
-        def checked(total: Tensor) -> Tensor:
-            raise_first(failed)
-            return total
-
-        return crossed.then(checked)
+        return self.chain.after(within, Work.over) if own is None else self._cross(within, own)
 
     # ---- within: other inner groups have the same ----
 

@@ -7,7 +7,7 @@ its collectives have one order: here each optimizer has an order of its own, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..flat_buffers import keep_own, lay_end_to_end
 from ..runtime import Threads
 from ..work import OnThread, Work
-from .backend import KINDS, MAXIMUM, Backend, HostBackend, Kind, PeerError, Trade
+from .backend import KINDS, Backend, HostBackend, Kind, PeerError, Trade
 
 T = TypeVar("T")
 
@@ -87,42 +87,25 @@ class Pairwise(HostBackend):
 
         return _work(works, unpack_theirs, packed, *rows)
 
-    def exchange(self, few: Tensor, kind: Kind, combine: Callable[[Tensor], T]) -> Work[T]:
-        """Start gathering a few numbers; maxima and agreements travel in log2(ranks) rounds. Communicates."""
-        if combine is MAXIMUM:
-            return cast("Work[T]", self._maximum(few.clone(), kind))
-        if kind is Kind.AGREEMENT:
-            return Work(lambda: combine(self._gathered(few)), tensors=(few,))
-        return super().exchange(few, kind, combine)
-
-    def _maximum(self, few: Tensor, kind: Kind) -> Work[Tensor]:
-        """Start taking the maximum over all ranks in place, in log2(ranks) rounds. Communicates.
+    def maximum(self, few: Tensor, kind: Kind) -> Work[Tensor]:
+        """Start taking the maximum over all ranks in log2(ranks) rounds. Communicates.
 
         Hosts agree on every backend, with any number of ranks, so the messages grow with its logarithm. (Dissemination:
         Hensgen, Finkel and Manber, 1988.) A thread runs the rounds of presence maps, whatever this rank does meanwhile.
         """
+        most = few.clone()
 
         def run_rounds() -> Tensor:
-            theirs = torch.empty_like(few)
+            theirs = torch.empty_like(most)
             for peer in self._in_rounds:
-                for work in self.send_and_receive([(few, theirs)], kind, [peer]):
+                for work in self.send_and_receive([(most, theirs)], kind, [peer]):
                     work.wait()
-                torch.maximum(few, theirs, out=few)
-            return few
+                torch.maximum(most, theirs, out=most)
+            return most
 
         if kind is not Kind.PRESENCE_MAP:
-            return Work(run_rounds, tensors=(few,))
-        return self._maps.after(Work(run_rounds, tensors=(few,)), lambda most: Work(lambda: most))
-
-    def _gathered(self, few: Tensor) -> Tensor:
-        """Gather all ranks' numbers in log2(ranks) rounds (Bruck et al., 1997). Communicates."""
-        had = few.new_empty(self.size, *few.shape)  # of this rank, of the one before it, ...
-        had[0] = few
-        for at, peer in enumerate(self._in_rounds):
-            mine, theirs = had[: self.size - 2**at][: 2**at], had[2**at :][: 2**at]
-            for work in self.send_and_receive([(mine, theirs)], Kind.AGREEMENT, [peer]):
-                work.wait()
-        return had[[(self.rank - rank) % self.size for rank in range(self.size)]]
+            return Work(run_rounds, tensors=(most,))
+        return self._maps.after(Work(run_rounds, tensors=(most,)), Work.over)
 
     def send_and_receive(
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: Kind, peers: Sequence[tuple[int, int]] | None = None
