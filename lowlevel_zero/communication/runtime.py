@@ -128,9 +128,9 @@ class Runtime:
         """Return the identity of this process, to be sent to other ranks."""
         return own_process()
 
-    def own_memory(self, ranks: int) -> OwnMemory:
-        """Create this process's memory, which ``ranks`` processes map, and return it."""
-        return OwnMemory(ranks)
+    def own_memory(self) -> OwnMemory:
+        """Create this process's memory, which others map, and return it."""
+        return OwnMemory()
 
     def others_memory(self, address: MemoryAddress) -> mmap.mmap:
         """Map another process's memory, and return the map."""

@@ -235,7 +235,7 @@ class SimulatedRuntime(Runtime):
         """The rank."""
         return SimulatedProcess("simulated", 0, str(self._rank.number))
 
-    def own_memory(self, ranks: int) -> OwnMemory:
+    def own_memory(self) -> OwnMemory:
         """Memory that all ranks see, where the carrier is memory."""
         if not self._shares:
             raise OSError("these ranks share no memory")

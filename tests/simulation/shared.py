@@ -33,7 +33,7 @@ class SimulatedMemory(OwnMemory):
         self.resident: dict[int, int] = {}
         descriptor = len(network.memories)
         network.memories.append(self)
-        self.address = MemoryAddress(process, descriptor, (0, 0), _BYTES, b"")
+        self.address = MemoryAddress(process, descriptor, _BYTES, b"")
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Garbage until it is written."""

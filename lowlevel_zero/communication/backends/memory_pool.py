@@ -72,7 +72,7 @@ class Memory:
     def __init__(self, rank: int, ranks: Sequence[int], threads: Threads) -> None:
         self._threads = threads
         self._rank, self._everybody = rank, range(len(ranks))
-        self._own = runtime().own_memory(len(ranks))
+        self._own = runtime().own_memory()
         self._readers: dict[int, set[int]] = {}
         self.pipe = ControlPipe(rank, ranks, self._readers, threads)
         self.map = self._own.map
