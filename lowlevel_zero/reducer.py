@@ -488,9 +488,9 @@ class Reducer:
             for index in leftovers:
                 here[index] = True
             lacks = self._unused.lacked or False in here
-            cleared = [text for _, text in sorted(self._dropped)]
+            cleared = [(text, 1) for _, text in sorted(self._dropped)]
             written = [(record.name, record.writes) for record in call.written if record.shard_group == self._number]
-            edited = sorted(f"{what} ({times} times)" if times > 1 else what for what, times in self._edited.items())
+            edited = sorted(self._edited.items())
         self.syncs.may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         syncs = self._group.progress.micro_batch + len(self.syncs.put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)

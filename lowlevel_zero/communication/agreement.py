@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count, zip_longest
 from operator import neg
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.distributed import get_process_group_ranks
 
@@ -16,6 +16,7 @@ from .failed_ranks import LostRank, listed_ranks
 from .shard_group import ShardGroup
 
 T = TypeVar("T", bound=BaseException)
+_Counted: TypeAlias = Sequence[tuple[str, int]]
 
 NORMS = "take norms of p.grad"
 
@@ -99,17 +100,17 @@ class SyncProgress(NamedTuple):
         syncs: the number of gradient syncs that were closed in this step.
         lacks: whether a backward has left one of the rank's parameters without a gradient.
         settings: as in ``Call``.
-        cleared: the parameters whose ``p.grad`` was set to None, and when, in words.
-        written: names of the parameters that were written, each with the number of writes.
-        edited: the edits of ``p.grad``, in words.
+        cleared: the parameters whose ``p.grad`` was set to None, and when, in words; each with how often.
+        written: names of the parameters that were written, each with how often.
+        edited: the edits of ``p.grad``, in words, each with how often.
     """
 
     syncs: int = 0
     lacks: bool = False
     settings: Digested = Digested()
-    cleared: Sequence[str] = ()
-    written: Sequence[tuple[str, int]] = ()
-    edited: Sequence[str] = ()
+    cleared: _Counted = ()
+    written: _Counted = ()
+    edited: _Counted = ()
 
 
 _NONE = SyncProgress()
@@ -284,39 +285,35 @@ def _different_progress(done: Sequence[SyncProgress], ranks: Sequence[int]) -> E
     for by_rank, message in (([each.cleared for each in done], _CLEARED), ([each.edited for each in done], _EDITED)):
         names, told = _uneven(by_rank, ranks)
         if names:
-            return RuntimeError(message.format(told))
-    return _uneven_writes([dict(each.written) for each in done], ranks)
-
-
-def _uneven_writes(by_rank: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> UnevenWrites:
-    """Return the error for parameters that ranks have not written equally often, with the first one's numbers."""
-    every = dict.fromkeys(chain.from_iterable(by_rank))
-    names = [name for name in every if len({own.get(name) for own in by_rank}) > 1]
+            return RuntimeError(message.format(f"{names[0]} {told}"))
+    names, told = _uneven([each.written for each in done], ranks)
     assert names, "digests differ, statements don't"
-    numbers = [own.get(names[0], 0) for own in by_rank]
+    return UnevenWrites(_WRITTEN.format(names[0], told), names)
+
+
+def _uneven(by_rank: Sequence[_Counted], ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Return what ranks have not done equally often, and a text about the first of it: on which ranks how often."""
+    done = [dict(own) for own in by_rank]
+    names = [name for name in dict.fromkeys(chain(*done)) if len({own.get(name) for own in done}) > 1]
+    numbers = [own.get(names[0], 0) for own in done] if names else []
     told = [
         f"{_TIMES.get(number, f'{number} times')} on "
         + listed_ranks([rank for rank, own in zip(ranks, numbers, strict=True) if own == number])
         for number in sorted(set(numbers), reverse=True)
     ]
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return UnevenWrites(_WRITTEN.format(names[0], " and ".join(told) + more), names)
-
-
-def _uneven(by_rank: Sequence[Sequence[str]], ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Return the names that only some ranks have, and a text about the first of them."""
-    every = dict.fromkeys(chain.from_iterable(by_rank))
-    names = [name for name in every if any(name not in own for own in by_rank)]
-    have = [rank for rank, own in zip(ranks, by_rank, strict=True) if names and names[0] in own]
-    lack = [rank for rank in ranks if rank not in have]
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    told = f"{names[0]} on {listed_ranks(have)} and not on {listed_ranks(lack)}{more}" if names else ""
-    return names, told
+    return names, " and ".join(told) + more
 
 
 def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> RuntimeError:
     """Return the error for ranks that have made different calls: it lists each rank's call."""
-    calls = _calls_by_optimizer(statements)
+    several = len({each.optimizer for each in statements}) > 1
+    calls = [
+        each.name
+        + (f" of optimizer {each.optimizer}" if several else "")
+        + (f", after a call that failed there ({each.failed})" if each.failed else "")
+        for each in statements
+    ]
     clip = "; where a rank has run no backward, torch.nn.utils.clip_grad_norm_ finds no gradients: clip by "
     return RuntimeError(
         "expected the same call on every rank, got "
@@ -325,14 +322,3 @@ def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> 
         "step anew with optimizer.zero_grad() on all"
         + (f"{clip}lowlevel_zero.clip_grad_norm_" if NORMS in [each.name for each in statements] else "")
     )
-
-
-def _calls_by_optimizer(statements: Sequence[_Statement]) -> list[str]:
-    """Return each rank's call as text, with the optimizer's number if there are several."""
-    several = len({each.optimizer for each in statements}) > 1
-    return [
-        each.name
-        + (f" of optimizer {each.optimizer}" if several else "")
-        + (f", after a call that failed there ({each.failed})" if each.failed else "")
-        for each in statements
-    ]

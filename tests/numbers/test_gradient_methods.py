@@ -250,8 +250,8 @@ def replaced_by_a_sparse_one(p32: Tensor) -> None:
 
 EDITS_APART = [
     (taken_away, "expected p.grad to be set to None for the same parameters"),
-    (replaced, "other by an assignment on rank 1 and not on rank 0"),
-    (replaced_by_a_sparse_one, "other by an assignment on rank 1 and not on rank 0"),
+    (replaced, "other by an assignment once on rank 1 and not on rank 0"),
+    (replaced_by_a_sparse_one, "other by an assignment once on rank 1 and not on rank 0"),
 ]
 
 
@@ -275,21 +275,21 @@ def test_ranks_must_make_the_same_edits(subtests: pytest.Subtests) -> None:
 
 
 NUMBERS_APART: list[tuple[Callable[[nn.Module, float], object], str]] = [
-    (lambda model, number: model.other.grad.mul_(number), "other by mul_ 1 on rank 0 and not on rank 1"),
-    (lambda model, number: model.other.grad.add_(model.other, alpha=number), "other by add_ 1 on rank 0"),
-    (lambda model, number: model.other.grad.masked_fill_(torch.ones(5, dtype=torch.bool), number), "masked_fill_ 1 on"),
+    (lambda model, number: model.other.grad.mul_(number), "other by mul_ 1 once on rank 0 and not on rank 1"),
+    (lambda model, number: model.other.grad.add_(model.other, alpha=number), "other by add_ 1 once on rank 0"),
+    (lambda model, number: model.other.grad.masked_fill_(torch.ones(5, dtype=torch.bool), number), "masked_fill_ 1"),
     (lambda model, number: nn.utils.clip_grad_norm_(model.parameters(), number / 10), "mul_ 0.0"),
     (lambda model, number: nn.utils.clip_grad_value_(model.parameters(), number / 10), " -0.1"),
     (
         lambda model, number: torch._foreach_mul_([model.used.grad, model.other.grad], [1.0, number + 1]),
-        "by _foreach_mul_ 1 2 on rank 0",
+        "by _foreach_mul_ 1 2 once on rank 0",
     ),
     (
         lambda model, number: torch._foreach_add_([model.other.grad], [torch.tensor(number)]),
-        "by _foreach_add_ 1 on rank 0",
+        "by _foreach_add_ 1 once on rank 0",
     ),
-    (lambda model, number: clip_grad_norm_(model.parameters(), number), "by clip_grad_norm_ to 1 from 7.5 on rank 0"),
-    (lambda model, number: clip_grad_value_(model.parameters(), number), "by clip_grad_value_ to 1 on rank 0"),
+    (lambda model, number: clip_grad_norm_(model.parameters(), number), "by clip_grad_norm_ to 1 from 7.5 once on"),
+    (lambda model, number: clip_grad_value_(model.parameters(), number), "by clip_grad_value_ to 1 once on rank 0"),
 ]
 
 
