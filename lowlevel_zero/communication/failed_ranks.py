@@ -7,13 +7,12 @@ its host have ended. Of other hosts it knows the rank at the other end of the co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
 from .backends.backend import PeerError
 from .process_groups import context_of, default_group
-from .processes import Process
 from .runtime import runtime
 
 _REMEDY = (
@@ -54,11 +53,6 @@ def run_each(collectives: Iterable[Callable[[], object]]) -> None:
             raise failed
     finally:
         failed = None  # its traceback holds this frame: a cycle would keep what it refers to alive
-
-
-def remember_processes(processes: Mapping[int, Process]) -> None:
-    """Store the processes of some ranks, by global rank."""
-    context_of(default_group()).processes.update(processes)
 
 
 def ended_ranks(ranks: Sequence[int]) -> list[int]:

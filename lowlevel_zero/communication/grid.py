@@ -95,11 +95,11 @@ class HybridGroup(ShardGroup):
         self.rank, self.size = self._inner.rank, self._inner.size
         self.holders = [ranks[place :: self.size] for place in range(self.size)]
 
-    def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
-        """Choose the backends within a row and across rows. Communicates: all ranks call it."""
-        self._outer.connect(shared, sums_in_fp32, own)
-        self._inner.connect(shared, sums_in_fp32, own)
-        super().connect(shared=False, own=False)  # no buffers travel in the group of all ranks
+    def _make_groups(self, sums_in_fp32: bool) -> None:
+        """Choose the backends within a row and across rows: no buffers travel in the group of all. Communicates."""
+        self._agreements()
+        self._outer.connect(sums_in_fp32, self._owns_data)
+        self._inner.connect(sums_in_fp32, self._owns_data)
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
         """Return the backend for ``device``: the outer and the inner groups' together, by way of the host on gloo."""

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
@@ -37,13 +37,6 @@ SHARE_OF_TIMEOUT = 0.4  # of a group's own, after which a rank has told what it 
 _PATIENCE, _AT_EXIT, _AFTER_BREAK = 5.0, 10.0, 2.0
 
 
-class User(Protocol):
-    """An object that begins collectives over a process group."""
-
-    def leave(self, threads: Threads) -> None:
-        """Begin no more collectives, and let ``threads`` finish those under way. Users define it."""
-
-
 class GroupContext:
     """The threads, groups and shared memory made for one process group; they end when it is destroyed.
 
@@ -52,7 +45,7 @@ class GroupContext:
 
     Attributes:
         threads: the threads that work for the group.
-        users: the objects that begin collectives over it.
+        users: the shard groups that begin collectives over it; ``leave`` ends these.
         beside: the groups that were made beside it, by name.
         agreements: carries agreements, in one order for all optimizers; None: the ranks haven't met.
         pool: shared memory of all ranks; or the reason why there is none; None: not opened yet.
@@ -68,7 +61,7 @@ class GroupContext:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = ref(group)
         self.threads = Threads()
-        self.users: WeakSet[User] = WeakSet()
+        self.users: WeakSet[Any] = WeakSet()
         self.beside: dict[str, dist.ProcessGroup] = {}
         self.agreements: HostBackend | None = None
         self.pool: Memory | str | None = None
@@ -83,11 +76,7 @@ class GroupContext:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the process group; raise ``RuntimeError`` if it has been destroyed.
-
-        Raises:
-            RuntimeError: it has been destroyed.
-        """
+        """Return the process group; raise ``RuntimeError`` if it has been destroyed."""
         group = self._group()
         if not is_alive(group):
             raise RuntimeError(
@@ -205,17 +194,14 @@ def store_of(group: dist.ProcessGroup, prefix: str = "") -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return the timeout of ``group`` in seconds, the shortest of its devices'."""
-    return min(_timeout_on(group, device) for device in group._device_types)
-
-
-def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the group's timeout on ``device`` in seconds; torch's default where it isn't known."""
-    options = None
-    with suppress(RuntimeError):  # a device's communicator is made with its first tensor
-        options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
-    return float(timeout.total_seconds())
+    """Return the timeout of ``group`` in seconds, the shortest of its devices'; torch's default if none is known."""
+    timeouts = []
+    for device in group._device_types:
+        options = None
+        with suppress(RuntimeError):  # a device's communicator is made with its first tensor
+            options = getattr(group._get_backend(device), "options", None)
+        timeouts.append(getattr(options, "_timeout", None) or dist.constants.default_pg_timeout)
+    return float(min(timeouts).total_seconds())
 
 
 # ---- groups beside the caller's ----

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -34,26 +34,16 @@ _TIMED_OUT = re.compile(r"[Tt]imed? ?out|within \S+ s$")
 T = TypeVar("T")
 
 
-class Named(Protocol):
-    """An object with a name."""
-
-    name: str
-
-
 class About(NamedTuple):
     """The parameters that a collective carries, for messages.
 
     Attributes:
-        records: the parameters' records.
+        records: the parameters' records, each with its ``name``.
         bucket: the bucket's place in the plan; None: it isn't one bucket.
     """
 
-    records: Sequence[Named]
+    records: Sequence[Any]
     bucket: int | None = None
-
-    def names(self) -> list[str]:
-        """Return the parameters' names."""
-        return [record.name for record in self.records]
 
 
 class Collective(NamedTuple):
@@ -76,7 +66,7 @@ class Collective(NamedTuple):
         if self.about is None:
             return f"{self.kind} {self.serial} ({when})"
         what = self.kind if self.about.bucket is None else f"{self.kind} of bucket {self.about.bucket}"
-        return f"{what} ({when}): {listed(self.about.names())}"
+        return f"{what} ({when}): {listed([record.name for record in self.about.records])}"
 
 
 class Progress:
@@ -137,8 +127,7 @@ class Progress:
             LostRank: the process of another rank has ended, or an earlier wait was in vain.
             RuntimeError: the process group has been destroyed, or this process is a fork.
         """
-        if os.getpid() != self.process:
-            self.check_process(kind)
+        self.check_process(kind)
         if not self._context.is_alive:
             _ = self._context.group  # raises
         serial = self.begun[kind]
@@ -167,8 +156,7 @@ class Progress:
             LostRank: the process of another rank has ended, or an earlier wait was in vain.
             RuntimeError: another rank hasn't come in time, or this process is a fork.
         """
-        if os.getpid() != self.process:
-            self.check_process(collective)
+        self.check_process(collective)
         self._raise_if_over()
         self._waiting.append(waiting := (collective, get_ident()))
         self.waits += 1

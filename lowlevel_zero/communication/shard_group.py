@@ -28,7 +28,6 @@ from .backends.native import Native
 from .backends.pairwise import Pairwise
 from .backends.shared_memory import SharedMemory
 from .backends.staged import Staged
-from .failed_ranks import remember_processes
 from .flat_buffers import as_bytes
 from .fp8 import Fp8, encoded_size
 from .process_groups import (
@@ -137,14 +136,15 @@ class ShardGroup:
         if self.context.agreements is None:
             self.context.agreements = self._messages(0)
             processes = self.context.agreements.all_gather_object(runtime().own_process())
-            remember_processes(dict(zip(dist.get_process_group_ranks(self.group), processes, strict=True)))
+            ranks = dist.get_process_group_ranks(self.group)
+            context_of(default_group()).processes.update(zip(ranks, processes, strict=True))
         self.number = self.number or next(self.context.shard_groups)
         return self.context.agreements
 
-    def connect(self, shared: bool = True, sums_in_fp32: bool = False, own: bool = True) -> None:
+    def connect(self, sums_in_fp32: bool = False, own: bool = True) -> None:
         """Choose the backends that carry buffers, and set them up with the other ranks. Communicates.
 
-        If ``shared`` and all ranks are processes of one host, buffers on gloo travel through shared memory, unless
+        If all ranks are processes of one host, buffers on gloo travel through shared memory, unless
         ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit buffers in
         fp32 elsewhere too.
 
@@ -154,18 +154,17 @@ class ShardGroup:
         """
         self.backend.cache_clear()
         self._owns_data = own
-        make = partial(self._make_groups, shared, sums_in_fp32)
-        self.progress.start(AGREEMENT, None, (), Work, make).wait()
+        self.progress.start(AGREEMENT, None, (), Work, partial(self._make_groups, sums_in_fp32)).wait()
 
-    def _make_groups(self, shared: bool, sums_in_fp32: bool) -> None:
+    def _make_groups(self, sums_in_fp32: bool) -> None:
         """Make the group of devices' buffers, and on gloo set up shared memory or messages. Communicates."""
         if self.size > 1:
             self._native = Native(self._data(), sums_in_fp32)
         if self.on_gloo(_HOST):
-            refused = torch.tensor([int(not shared or os.environ.get(SWITCH) == "0")], device="cpu")
+            refused = torch.tensor([int(os.environ.get(SWITCH) == "0")], device="cpu")
             if not self._agreements().maximum(refused, Kind.AGREEMENT).wait():
                 self._share_memory()
-            if shared and not self.host_backend.shares_memory:
+            if not self.host_backend.shares_memory:
                 self._host_backend = self._messages(self.number, buffers=True)
 
     def _share_memory(self) -> None:
@@ -347,19 +346,17 @@ class ShardGroup:
         It travels beside the data path, so ranks may stand at different buffers when they call it.
         """
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        agreed: list[int] = (
-            self.progress.start(AGREEMENT, None, (few,), Work, partial(self._maximum, few)).wait().tolist()
+        most: Work[Tensor] = self.progress.start(
+            AGREEMENT, None, (few,), Work, lambda: self._agreements().maximum(few, Kind.AGREEMENT).wait()
         )
+        agreed: list[int] = most.wait().tolist()
         return agreed
-
-    def _maximum(self, few: Tensor) -> Tensor:
-        return self._agreements().maximum(few, Kind.AGREEMENT).wait()
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
         """Start an element-wise maximum of a few bytes over the ranks, beside the buffers. Communicates.
 
-        It travels beside the buffers: all ranks make these calls in the same order among their syncs, but not among
-        calls of ``all_reduce_max``. Its ``ready`` tells when it is over.
+        All ranks make these calls in the same order among their syncs, but not among calls of ``all_reduce_max``. Its
+        ``ready`` tells when it is over.
         """
         return self.progress.start(MESSAGE, None, (values,), self.host_backend.maximum, values, Kind.PRESENCE_MAP)
 

@@ -183,7 +183,8 @@ def test_a_rank_that_has_ended_is_found_without_the_store(monkeypatch: pytest.Mo
     def look(rank: int, _: int) -> list[int]:
         ShardGroup()
         own = processes.own_process()
-        failed_ranks.remember_processes(dict.fromkeys(range(64), own) | {5: own._replace(began="another's")})
+        known = process_groups.context_of(process_groups.default_group()).processes
+        known.update(dict.fromkeys(range(64), own) | {5: own._replace(began="another's")})
         monkeypatch.setattr(process_groups, "store_of", None)
         return failed_ranks.ended_ranks(range(64))
 
