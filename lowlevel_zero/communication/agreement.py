@@ -6,13 +6,14 @@ import hashlib
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, count, zip_longest
 from operator import neg
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.distributed import get_process_group_ranks
 
-from .failed_ranks import LostRank, listed_ranks
+from .failed_ranks import LostRank, listed_ranks, run_each
 from .shard_group import ShardGroup
 
 T = TypeVar("T", bound=BaseException)
@@ -43,12 +44,10 @@ BUILDS = Alike(
     "the same model, optimizer and options", "build them alike, in the same order, before constructing the optimizer"
 )
 
-
 SETTINGS = Alike(
     "the same settings of param groups and of the loss scale",
     "set them alike on all ranks, as by a scheduler that is fed a metric averaged over the ranks, and call step again",
 )
-
 
 _CLEARED = (
     "expected p.grad to be set to None for the same parameters on every rank, got it for {}: drop gradients alike on "
@@ -238,15 +237,8 @@ def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], do
         lines: lines that must be alike, for each shard group but the first.
         doing: as in ``agree``.
     """
-    error: Exception | None = None
-    for group, own in zip(groups[1:], lines, strict=True):
-        try:
-            agree(group, list(own), error, doing)
-        except LostRank:
-            raise
-        except (RuntimeError, ValueError) as raised:
-            error = raised
-    agree(groups[0], (), error, doing)
+    with together(groups[0], doing):
+        run_each(partial(agree, group, list(own), None, doing) for group, own in zip(groups[1:], lines, strict=True))
 
 
 def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], alike: Alike) -> str:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, RLock, Thread, current_thread
@@ -18,9 +16,9 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 
-from .memory_file import MemoryAddress, OwnMemory, map_of
+from .memory_file import OwnMemory, map_of
 from .pipes import OthersPipe, OwnPipe
-from .processes import Process, own_process
+from .processes import own_process
 
 T = TypeVar("T")
 
@@ -98,51 +96,29 @@ class Worker:
 
 
 class Runtime:
-    """Threads, time, processes, pipes and shared memory of the operating system."""
+    """Threads, time, processes, pipes and shared memory of the operating system; a simulated rank has others.
 
-    def worker(self, name: str, threads: Threads) -> Worker:
-        """Return a new ``Worker``, whose thread belongs to ``threads``."""
-        return Worker(name, threads)
+    Attributes:
+        worker: makes a thread for tasks, of a name and the ``Threads`` that own it.
+        lock: makes a lock between this process's threads.
+        nested_lock: makes one that its holder may take again, as where the garbage collector calls a finaliser.
+        now: returns the seconds of a monotonic clock.
+        sleep: sleeps for some seconds.
+        own_process: returns the identity of this process, to be sent to other ranks.
+        own_memory: makes this process's memory, which others map.
+        others_memory: maps another process's memory, of an address, and returns the map.
+        own_pipe: makes a pipe that this process reads.
+        others_pipe: opens the pipe that another process reads under a descriptor.
+    """
+
+    worker, lock, nested_lock = Worker, staticmethod(Lock), staticmethod(RLock)
+    now, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
+    own_process, own_memory, others_memory = staticmethod(own_process), OwnMemory, staticmethod(map_of)
+    own_pipe, others_pipe = OwnPipe, OthersPipe
 
     def watch(self, thread: Thread, over: SimpleQueue[Any], threads: Threads) -> None:
         """Start a thread that must end when ``over`` gets an item; it belongs to ``threads``."""
         threads.start(thread, over)
-
-    def lock(self) -> Lock:
-        """Return a new lock between this process's threads."""
-        return Lock()
-
-    def nested_lock(self) -> AbstractContextManager[bool]:
-        """Return a new lock that its holder may take again, as where the garbage collector calls a finaliser."""
-        return RLock()
-
-    def now(self) -> float:
-        """Return the seconds of a monotonic clock."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep for so long."""
-        time.sleep(seconds)
-
-    def own_process(self) -> Process:
-        """Return the identity of this process, to be sent to other ranks."""
-        return own_process()
-
-    def own_memory(self) -> OwnMemory:
-        """Create this process's memory, which others map, and return it."""
-        return OwnMemory()
-
-    def others_memory(self, address: MemoryAddress) -> mmap.mmap:
-        """Map another process's memory, and return the map."""
-        return map_of(address)
-
-    def own_pipe(self) -> OwnPipe:
-        """Create a pipe that this process reads, and return it."""
-        return OwnPipe()
-
-    def others_pipe(self, process: Process, descriptor: int) -> OthersPipe:
-        """Open the pipe that another process reads under its ``descriptor``, and return it."""
-        return OthersPipe(process, descriptor)
 
     def backend(self, name: str) -> str:
         """Return torch's name for the backend ``name``: the same, unless simulated."""

@@ -255,7 +255,7 @@ def refuse(*_: object) -> Any:
 
 REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no memfd": lambda patch: patch.delattr(os, "memfd_create"),
-    "a peer's can't be opened": lambda patch: patch.setattr(runtime, "map_of", refuse),
+    "a peer's can't be opened": lambda patch: patch.setattr(runtime.Runtime, "others_memory", refuse),
     "switched off": lambda patch: patch.setenv(SWITCH, "0"),
 }
 
