@@ -119,8 +119,6 @@ class _Statement(NamedTuple):
     """A rank's account of its call, which the ranks exchange if their digests differ.
 
     Attributes:
-        name: the name of the call.
-        optimizer: the number of the optimizer.
         lines: lines that must be alike on all ranks; None: the ranks compare their progress.
         progress: the rank's progress; syncs and missing gradients may differ between ranks.
         reason: the reason why the rank can't make the call; None: it can.
@@ -230,13 +228,7 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
 
 
 def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str) -> None:
-    """Raise on all ranks of the first of ``groups`` if ``lines`` differ in one of the others.
-
-    Args:
-        groups: all shard groups of an optimizer.
-        lines: lines that must be alike, for each shard group but the first.
-        doing: as in ``agree``.
-    """
+    """Raise on all ranks of the first of ``groups`` if in another one its ``lines`` differ. Communicates."""
     with together(groups[0], doing):
         run_each(partial(agree, group, list(own), None, doing) for group, own in zip(groups[1:], lines, strict=True))
 

@@ -39,11 +39,7 @@ class OwnPipe:
 
 
 class OthersPipe:
-    """The non-blocking pipe of another process, which this process writes to.
-
-    Args:
-        process: the other one.
-        descriptor: of the pipe, in that process.
+    """The non-blocking pipe that another process reads under its ``descriptor``, and this process writes to.
 
     Attributes:
         write: writes a whole record; raises ``BlockingIOError``, without writing any of it, where there is no room.

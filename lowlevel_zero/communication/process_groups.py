@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 import torch
 import torch.distributed as dist
 
-from .backends.backend import HostBackend
+from .backends.backend import HostBackend, destroyed
 from .backends.memory_pool import Memory
 from .processes import Process
 from .runtime import Threads, runtime
@@ -79,10 +79,7 @@ class GroupContext:
         """Return the process group; raise ``RuntimeError`` if it has been destroyed."""
         group = self._group()
         if not is_alive(group):
-            raise RuntimeError(
-                "expected the process group over which the optimizer was constructed, found it destroyed: construct "
-                "another optimizer after torch.distributed.init_process_group() or new_group()"
-            )
+            raise destroyed()
         return group
 
     def end(self) -> None:
@@ -299,13 +296,8 @@ def beside(
 ) -> dist.ProcessGroup:
     """Return a further group for one ``purpose``, named after ``group``. Communicates when it is first made.
 
-    It has the other's store and timeout, and ends when that is destroyed.
-
-    Args:
-        group: the caller's group.
-        purpose: names it; the same on all ranks.
-        backend: carries it.
-        ranks: the global ranks of the new group; None: those of ``group``.
+    It has the other's store and timeout, and ends when that is destroyed. ``ranks``: its global ones; None: those of
+    ``group``.
     """
     torchs: Any = dist.distributed_c10d
     made = context_of(group).beside

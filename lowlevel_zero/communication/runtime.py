@@ -62,11 +62,7 @@ class Threads:
 class Worker:
     """One thread that carries out tasks in the order of their submission.
 
-    The thread starts with the first task, and ends when this object is gone and all tasks are done.
-
-    Args:
-        name: the thread's name.
-        threads: owns the thread.
+    The thread, one of ``threads``, starts with the first task, and ends when this object is gone and all are done.
     """
 
     def __init__(self, name: str, threads: Threads) -> None:

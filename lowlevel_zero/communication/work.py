@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -48,19 +48,8 @@ class Work(Generic[T]):
         return Work(lambda: act(self.wait()), self.ready, self.tensors)
 
 
-class Chain(Protocol):
-    """Starts a second collective when a first one is over."""
-
-    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """Return the work of a collective that ``start`` begins with the result of ``first``."""
-
-
 class OnStream:
-    """A chain that starts second collectives at once, on a side stream that waits for the first.
-
-    Args:
-        streams: the streams of the buffers' device.
-    """
+    """A chain that starts second collectives at once, on a side stream that waits for the first."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -73,7 +62,7 @@ class OnStream:
 
 
 class OnDemand:
-    """A chain that starts due second collectives whenever a result is asked for; it needs no thread.
+    """A chain that starts due second collectives whenever a result is asked for.
 
     It needs no thread, which would take a core from the ranks of a host.
     """
@@ -116,11 +105,7 @@ class OnDemand:
 
 
 class OnThread:
-    """A chain whose thread waits for first collectives and starts second ones, in order.
-
-    Args:
-        threads: owns the thread.
-    """
+    """A chain whose thread, one of ``threads``, waits for first collectives and starts second ones, in order."""
 
     def __init__(self, threads: Threads) -> None:
         self._worker = runtime().worker("lowlevel_zero chaining", threads)
@@ -129,6 +114,9 @@ class OnThread:
         """Let the thread wait for the first collective and start the second; ``wait`` raises its error."""
         second = self._worker.submit(partial(_started, first, start))
         return Work(lambda: second.result().wait(), partial(_is_ready, second), first.tensors)
+
+
+Chain: TypeAlias = OnStream | OnDemand | OnThread
 
 
 def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:

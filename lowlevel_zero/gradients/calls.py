@@ -24,8 +24,6 @@ class Calls:
         groups: the parameters by the ranks that share them; the list may grow.
         shard_groups: all shard groups, also those of which this rank has no parameters; the first has all ranks.
         guard: raises for calls that can't be made.
-        state: of the optimizer's step.
-        streams: of the parameters' device.
 
     Attributes:
         has_experts: there are shard groups of a part of the ranks; alike on all ranks.

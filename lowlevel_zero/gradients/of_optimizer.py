@@ -30,7 +30,6 @@ class OptimizerGradients:
         groups: the parameters by the ranks that share them; the list may grow.
         ranks: all data-parallel ranks.
         calls: begins the calls that all ranks make together.
-        state: of the optimizer's step.
     """
 
     def __init__(self, groups: Sequence[ShardedGroup], ranks: ShardGroup, calls: Calls, state: StepState) -> None:
@@ -86,7 +85,6 @@ class OptimizerGradients:
         Where the change fails on this rank, its gradients are lost.
 
         Args:
-            records: the parameters.
             what: names the change. The ranks compare changes in their next call, since one that some ranks alone make
                 would leave a gradient of several makings.
             change: a method of ``GradientStore`` that takes records.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -57,6 +58,22 @@ class PeerError(TransportError):
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(why)
         self.rank = rank
+
+
+def referent(reference: ReferenceType[T]) -> T:
+    """Return what a weak reference refers to; raise ``RuntimeError`` if it has ended with its process group."""
+    found = reference()
+    if found is None:
+        raise destroyed()
+    return found
+
+
+def destroyed() -> RuntimeError:
+    """Return the error for a call of an optimizer whose process group has been destroyed."""
+    return RuntimeError(
+        "expected the process group over which the optimizer was constructed, found it destroyed: construct "
+        "another optimizer after torch.distributed.init_process_group() or new_group()"
+    )
 
 
 class Backend(ABC):

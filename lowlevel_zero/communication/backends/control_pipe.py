@@ -53,7 +53,7 @@ class ControlPipe:
     """This process's pipe, and the peers' pipes: they carry records of where parts of collectives lie.
 
     Args:
-        rank: this process's rank.
+        rank: this process's rank among ``names``.
         names: the global ranks, for messages.
         readers: the ranks that haven't finished with a block of this process's memory, by the block's offset.
         threads: owns the threads that write records which found no room.
@@ -98,7 +98,7 @@ class ControlPipe:
             try:
                 peer.pipe.write(record)
             except BlockingIOError:
-                peer.write_late(record)
+                peer.worker.submit(partial(peer.write_late, record))
         return kind, serial
 
     def collect(self) -> None:
@@ -168,9 +168,8 @@ class PeerPipe:
         threads: owns the thread that waits for room.
 
     Attributes:
-        process: as given.
-        pipe: the pipe.
         finished: offsets of its blocks that this process has finished with, to be sent in the next record.
+        worker: has the thread.
     """
 
     def __init__(self, process: Process, descriptor: int, timeout: float, threads: Threads) -> None:
@@ -179,14 +178,10 @@ class PeerPipe:
         self.finished: deque[int] = deque()
         self._timeout = timeout
         self._threads = threads
-        self._worker = runtime().worker("lowlevel_zero control pipe", threads)
+        self.worker = runtime().worker("lowlevel_zero control pipe", threads)
 
     def write_late(self, record: bytes) -> None:
-        """Let a thread write a record as soon as the pipe has room."""
-        self._worker.submit(partial(self._write_late, record))
-
-    def _write_late(self, record: bytes) -> None:
-        """Write a record, retrying until there is room, the timeout is over, or the process has ended."""
+        """Write a record as soon as there is room, in a thread; give up if the process ends or time is over."""
         deadline = runtime().now() + self._timeout
         while True:
             with suppress(BlockingIOError):

@@ -54,14 +54,13 @@ class Memory:
     """This process's shared memory and maps of the others'; all optimizers of a process group use it.
 
     Args:
-        rank: this process's rank.
-        ranks: the global ranks of the processes that map it, this one included.
+        rank: this process's rank among ``ranks``.
+        ranks: the global ranks of the processes that map it.
         threads: owns the threads of its pipe.
 
     Attributes:
         map: this process's memory.
         maps: the other ranks' memory, by rank, beginning with the rank before this one.
-        address: the address of this process's memory.
         pipe: carries records of where parts of collectives lie.
         timeout: seconds to wait for a peer.
 
@@ -84,7 +83,7 @@ class Memory:
         self._top = _PAGE
 
     def connect(self, addresses: Sequence[Address], timeout: float) -> None:
-        """Map the shared memory of this host's other ranks, and open their pipes; raise if one can't be reached.
+        """Map the shared memory of this host's other ranks, and open their pipes.
 
         Raises:
             OSError, ValueError: a peer's can't be reached from here.
@@ -97,9 +96,7 @@ class Memory:
             self.pipe.peers[of] = PeerPipe(process, pipe, timeout, self._threads)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
-        """Return a free block, and a 1-D tensor of ``numel`` elements in it; never waits for other ranks.
-
-        The block is taken until all ranks have finished with it.
+        """Return a block, taken until all ranks have finished with it, and ``[numel]`` in it; never waits for ranks.
 
         Raises:
             NoSharedMemory: there is no more.

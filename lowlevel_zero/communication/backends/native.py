@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..flat_buffers import sum_rows_in_fp32
 from ..work import Work
-from .backend import BufferBackend
+from .backend import BufferBackend, referent
 
 # torch 2.13 renames the two and warns on the old names.
 _RENAMED = hasattr(dist, "reduce_scatter_single")
@@ -41,13 +41,7 @@ class Native(BufferBackend):
     @property
     def _group(self) -> dist.ProcessGroup:
         """Return the process group, or raise ``RuntimeError`` if it has been destroyed."""
-        group = self._ref()
-        if group is None:
-            raise RuntimeError(
-                "expected a process group to communicate over, found it destroyed: call destroy_process_group() after "
-                "the last call of the optimizer"
-            )
-        return group
+        return referent(self._ref)
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Start a reduce-scatter into a new row; in fp32 by an all-to-all if ``sums_in_fp32``. Communicates."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..flat_buffers import keep_own, lay_end_to_end
 from ..runtime import Threads
 from ..work import OnThread, Work
-from .backend import KINDS, Backend, HostBackend, Kind, PeerError, Trade
+from .backend import KINDS, Backend, HostBackend, Kind, PeerError, Trade, referent
 
 T = TypeVar("T")
 
@@ -111,12 +111,7 @@ class Pairwise(HostBackend):
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: Kind, peers: Sequence[tuple[int, int]] | None = None
     ) -> list[_Message]:
         """Start sending each pair's first tensor and receiving its second, by the group of ``kind``. Communicates."""
-        group = self._buffers() if kind.carries_buffers else self._group()
-        if group is None:
-            raise RuntimeError(
-                "expected a process group to send messages over, found it destroyed: call destroy_process_group() "
-                "after the last call of the optimizer"
-            )
+        group = referent(self._buffers if kind.carries_buffers else self._group)
         tag, works = self._first_tag + kind, []
         for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():

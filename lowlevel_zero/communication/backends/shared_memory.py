@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..flat_buffers import keep_own, lay_end_to_end
 from ..work import OnDemand, Work
-from .backend import KINDS, HostBackend, Kind, Trade
+from .backend import KINDS, HostBackend, Kind, Trade, referent
 from .memory_pool import Block, Memory
 
 T = TypeVar("T")
@@ -36,7 +36,6 @@ class SharedMemory(HostBackend):
     """A backend whose ranks read each other's buffers in memory that all of them map.
 
     Args:
-        rank: this process's rank.
         memory: the memory of all ranks, which ends with their process group.
         number: numbers the optimizer that the buffers belong to.
     """
@@ -59,8 +58,7 @@ class SharedMemory(HostBackend):
         return self._in_block(rows * row, dtype).view(rows, row)
 
     def _in_block(self, numel: int, dtype: torch.dtype) -> Tensor:
-        memory = self._pool() or _refuse()
-        block, packed = memory.take(numel, dtype)
+        block, packed = referent(self._pool).take(numel, dtype)
         self._handed_out[packed.data_ptr()] = block
         return packed
 
@@ -91,8 +89,7 @@ class SharedMemory(HostBackend):
 
     def held(self) -> list[Tensor]:
         """Return the blocks that are in use or kept."""
-        memory = self._pool() or _refuse()
-        return memory.held()
+        return referent(self._pool).held()
 
     def trim(self, for_good: bool = False) -> None:
         """Free idle blocks but ``KEPT`` bytes; ``for_good``: free all, and tell peers which of theirs were read."""
@@ -111,7 +108,7 @@ class SharedMemory(HostBackend):
 
         A buffer outside of a block is copied into one.
         """
-        memory, own = self._pool() or _refuse(), what.buffer
+        memory, own = referent(self._pool), what.buffer
         block = self._handed_out.pop(own.data_ptr(), None)
         if block is None:
             block, packed = memory.take(len(own), own.dtype)
@@ -120,7 +117,7 @@ class SharedMemory(HostBackend):
         key = memory.pipe.tell(self._first_kind + what.kind, block.offset, starts, own.nbytes)
 
         def finish() -> T:
-            memory = self._pool() or _refuse()
+            memory = referent(self._pool)
             places = memory.pipe.receive(key, memory.timeout)
             parts = {}
             try:
@@ -140,18 +137,9 @@ class SharedMemory(HostBackend):
                     memory.pipe.peers[of].finished.append(place.offset)
 
         def ready() -> bool:
-            memory = self._pool() or _refuse()
-            return memory.pipe.has(key)
+            return referent(self._pool).pipe.has(key)
 
         return Work(finish, ready, (what.buffer,))
-
-
-def _refuse() -> NoReturn:
-    """Raise the error for the use of shared memory after its process group was destroyed."""
-    raise RuntimeError(
-        "expected the shared memory of a process group, found the group destroyed: call destroy_process_group() after "
-        "the last call of the optimizer"
-    )
 
 
 def _of_another_call(rank: int, expected: int, got: int) -> str:
