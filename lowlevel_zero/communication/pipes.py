@@ -61,9 +61,5 @@ class OthersPipe:
 
 def close_with(owner: object, *descriptors: int) -> None:
     """Close file ``descriptors`` when ``owner`` is garbage collected."""
-    finalize(owner, _close, descriptors).atexit = False
-
-
-def _close(descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
-        os.close(descriptor)
+        finalize(owner, os.close, descriptor).atexit = False

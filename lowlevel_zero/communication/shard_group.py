@@ -69,9 +69,7 @@ class ShardGroup:
         number: numbers the shard groups of one process group, alike on all ranks; 0 before their first agreement.
         device_types: the types of devices whose tensors the group can carry.
         has_others: there are other ranks, and they aren't fake.
-        context: the context of the process group.
         backend: ``backend(device, fp8)`` carries a device's buffers.
-        progress: the progress of collectives that this rank has begun.
 
     Raises:
         RuntimeError: no process group is initialised.
@@ -146,11 +144,8 @@ class ShardGroup:
 
         If all ranks are processes of one host, buffers on gloo travel through shared memory, unless
         ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit buffers in
-        fp32 elsewhere too.
-
-        What hosts send each other has an order of its own here: on gloo a rank may be ahead with one optimizer's
-        buffers when another's, or the caller's own collectives, are next. On NCCL the order of all optimizers' buffers
-        must be the same on every rank, and if not ``own``, that of the caller's collectives among them.
+        fp32 elsewhere too. ``own``: devices' buffers have a group of their own; else their order among the caller's
+        collectives must be the same on every rank.
         """
         self.backend.cache_clear()
         self._owns_data = own
@@ -219,10 +214,7 @@ class ShardGroup:
     def new_buffer(
         self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False, rows: int | None = None
     ) -> Tensor:
-        """Return an uninitialised buffer, ``[rows, row]``, for one reduction, which takes it without a copy.
-
-        ``rows``: None is one for each rank.
-        """
+        """Return an uninitialised buffer, ``[rows or size, row]``, for one reduction, which takes it without a copy."""
         return self.backend(device, fp8).new_buffer(row, dtype, device, rows)
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
@@ -296,10 +288,7 @@ class ShardGroup:
     # ---- a few numbers ----
 
     def sum_scalar(self, value: Tensor) -> Work[Tensor]:
-        """Start summing ``value``, 0-d or a few numbers, over the slices. Communicates.
-
-        On CUDA (NCCL) without a host synchronisation.
-        """
+        """Start summing ``value``, 0-d or a few numbers, over the slices; no device is waited for. Communicates."""
         return self.progress.start(NORM, None, (value,), self.backend(value.device).sum, value)
 
     def carriers(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -308,14 +297,13 @@ class ShardGroup:
         The bytes are the tensor's own where the group carries its device. Else they are a copy: on the host if it is
         gloo that would carry them from the tensor's device, or on ``by_way_of``, a device that the group serves.
         """
-        on_gloo = cache(self.on_gloo)  # asked for each of thousands of tensors
-        pairs = []
-        for tensor in tensors if self.has_others else ():
-            if tensor.numel():
-                served = tensor.device if tensor.device.type in self.device_types else by_way_of
-                where = _HOST if on_gloo(tensor.device) else served
-                pairs.append((tensor.detach(), as_bytes(tensor.detach()).to(where)))
-        return pairs
+
+        def where(device: torch.device) -> torch.device:
+            return _HOST if self.on_gloo(device) else device if device.type in self.device_types else by_way_of
+
+        places = {device: where(device) for device in {tensor.device for tensor in tensors}}  # of thousands of tensors
+        given = [tensor.detach() for tensor in tensors if tensor.numel()] if self.has_others else []
+        return [(tensor, as_bytes(tensor).to(places[tensor.device])) for tensor in given]
 
     def broadcast(self, carried: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Overwrite tensors with rank 0's values, by their bytes from ``carriers``. Communicates in large messages.
@@ -335,16 +323,13 @@ class ShardGroup:
 
     def _spread(self, carried: Sequence[Tensor]) -> None:
         """Broadcast byte tensors over the process groups that carry their devices. Communicates."""
-        on_gloo = cache(self.on_gloo)
+        on_gloo = {device: self.on_gloo(device) for device in {data.device for data in carried}}
         for group, by_gloo in ((self.group, True), (self._data(), False)):
-            if share := [data for data in carried if on_gloo(data.device) is by_gloo]:
+            if share := [data for data in carried if on_gloo[data.device] is by_gloo]:
                 dist._broadcast_coalesced(group, share, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of every rank's ``values``, on the host. Communicates.
-
-        It travels beside the data path, so ranks may stand at different buffers when they call it.
-        """
+        """Return the element-wise maximum of every rank's ``values``, beside what carries buffers. Communicates."""
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
         most: Work[Tensor] = self.progress.start(
             AGREEMENT, None, (few,), Work, lambda: self._agreements().maximum(few, Kind.AGREEMENT).wait()
@@ -379,7 +364,7 @@ class ShardGroup:
     def comes(self, work: Work[Any], seconds: float) -> bool:
         """Wait at most ``seconds`` for ``work`` of the hosts, and return whether it is over.
 
-        gloo makes progress only while a thread waits: over messages a thread waits, and goes on after this returns.
+        Messages make progress only while a thread waits: it goes on after this returns.
         """
         began = now = runtime().now()
         if self.host_backend.shares_memory:
@@ -407,10 +392,10 @@ class ShardGroup:
             self._host_backend.trim(for_good)
 
     def leave(self, threads: Threads | None = None) -> None:
-        """Note that this rank left; free its buffers and tell peers, in a thread if collectives are under way.
+        """Note that this rank left; free its buffers and tell peers.
 
-        Other ranks wait for reductions that are still under way here: a thread of ``threads`` finishes them, and gives
-        back their memory. None: a thread of the process group's.
+        Other ranks wait for reductions that are still under way here: one of ``threads``, or else of the process
+        group's, finishes them first.
         """
         self.progress.left = True
         works, self.progress.under_way = self.progress.under_way, {}

@@ -131,13 +131,9 @@ class Calls:
         An agreement tells errors of before it to all ranks, which raise together, and nothing has changed. After it a
         rank that fails takes part in what is left of the call's collectives with what it has, and raises its own error.
         Its peers finish the call with numbers that aren't to be used. They hear of it in the next call that the ranks
-        agree on: it raises on all of them, and names the rank, its error and what to do:
-
-        - ``step`` (and gathers that overlap the next forward): parameters and states are undefined, on all ranks. Each
-          call that agrees raises until a checkpoint has been loaded, but ``zero_grad`` and those that load.
-        - ``backward``, and every other call within: gradients are lost. Each call that uses gradients raises until
-          ``zero_grad`` on all ranks; parameters and states are as after the last step.
-        - Calls that load, save, switch modes or add a group compare errors once more, in ``together``.
+        agree on: it raises on all of them, and names the rank, its error and what to do: ``zero_grad`` where gradients
+        are lost; loading a checkpoint where parameters and states are undefined, as by ``step``, and by gathers that
+        overlap the next forward. (Calls that load, save, switch modes or add a group compare errors in ``together``.)
 
         Args:
             catch_up: starts what this rank hasn't started of the call's collectives, and finishes what it can.

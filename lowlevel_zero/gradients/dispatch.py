@@ -170,7 +170,10 @@ def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> T
         value = value.whole_in({})
     if value.dim() == 0:
         return value
-    return target.own_part(_expanded(target, value))
+    try:
+        return target.own_part(value.expand(target.shape))
+    except RuntimeError as error:
+        raise refusals.SHAPE(target.name_of_parameter, tuple(target.shape), tuple(value.shape)) from error
 
 
 def _is_split_alike(record: ShardedParameter, value: ShardedGradient) -> bool:
@@ -178,13 +181,6 @@ def _is_split_alike(record: ShardedParameter, value: ShardedGradient) -> bool:
     if value.live() is None or (other.split, other.rank) != (record.split, record.rank):
         return False
     return (other.view.shape, other.view.stride()) == (record.view.shape, record.view.stride())
-
-
-def _expanded(target: ShardedGradient, value: Tensor) -> Tensor:
-    try:
-        return value.expand(target.shape)
-    except RuntimeError as error:
-        raise refusals.SHAPE(target.name_of_parameter, tuple(target.shape), tuple(value.shape)) from error
 
 
 def _edit(func: Any, listed: bool, parts: Sequence[Any], keywords: Keywords, own: Tensor) -> None:

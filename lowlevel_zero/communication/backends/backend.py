@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """A kind of collective between hosts; collectives of one kind have an order of their own."""
+    """A kind of collective between hosts, each with an order of its own; those before ``AGREEMENT`` carry buckets."""
 
     REDUCE = 1
     GATHER_SUM = 2  # the second half of an all-reduce
@@ -37,11 +37,6 @@ class Kind(IntEnum):
     AGREEMENT = 5
     SUM = 6
     PRESENCE_MAP = 7
-
-    @property
-    def carries_buffers(self) -> bool:
-        """Return whether collectives of this kind carry buckets, not a few numbers."""
-        return self < Kind.AGREEMENT
 
 
 class TransportError(RuntimeError):
@@ -81,10 +76,6 @@ class Backend(ABC):
 
     Every rank starts the same reductions in the same order, and the same gathers. What a work reads or writes must
     stay as it is until it is over.
-
-    Args:
-        rank: this process's rank in the group.
-        size: ranks in the group.
 
     Attributes:
         bucket_size: elements of a bucket of a host's gradients where the caller has chosen none, alike on all ranks.

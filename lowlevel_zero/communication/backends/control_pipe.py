@@ -4,9 +4,8 @@ A reader sleeps in the kernel until a record comes, and no thread has to carry i
 message through gloo's threads takes a hundred times as long.
 
 A record says where a rank's part of a collective lies, and which blocks of the reader's memory the sender has finished
-with. A process never looks into another's memory for news: a reader of a record sees all that was written before the
-record was sent, also on machines whose cores reorder reads and writes (ARM, POWER), since both went through the pipe's
-lock in the kernel.
+with. A reader of a record sees all that was written before the record was sent, also on cores that reorder reads and
+writes (ARM, POWER), since both went through the pipe's lock in the kernel.
 
 No rank waits for room in a pipe, where two could wait for each other. A pipe is small where the user has many, and its
 reader may be late. A record that finds no room is left to a thread.

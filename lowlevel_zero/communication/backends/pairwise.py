@@ -111,7 +111,7 @@ class Pairwise(HostBackend):
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: Kind, peers: Sequence[tuple[int, int]] | None = None
     ) -> list[_Message]:
         """Start sending each pair's first tensor and receiving its second, by the group of ``kind``. Communicates."""
-        group = referent(self._buffers if kind.carries_buffers else self._group)
+        group = referent(self._buffers if kind < Kind.AGREEMENT else self._group)
         tag, works = self._first_tag + kind, []
         for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():
