@@ -14,11 +14,11 @@ from torch import Tensor
 from .agreement import CONSTRUCT, Alike, agree, together
 from .backends.backend import Backend
 from .backends.hybrid import Hybrid
-from .backends.staged import Staged
+from .backends.staged import Staged, is_staged
 from .failed_ranks import run_each
 from .process_groups import await_all, backends_by_device, store_of, timeout_of, union_group
 from .progress import AGREEMENT
-from .shard_group import ShardGroup, is_staged
+from .shard_group import ShardGroup
 from .work import Work
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"

@@ -27,7 +27,7 @@ from .backends.memory_pool import Memory, open_pool
 from .backends.native import Native
 from .backends.pairwise import Pairwise
 from .backends.shared_memory import SharedMemory
-from .backends.staged import Staged
+from .backends.staged import Staged, is_staged
 from .flat_buffers import as_bytes
 from .fp8 import Fp8, encoded_size
 from .process_groups import (
@@ -412,8 +412,3 @@ def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
         with suppress(RuntimeError):
             waits.pop(0)()
     group.trim(for_good=True)
-
-
-def is_staged(device: torch.device) -> bool:
-    """Return whether gloo carries tensors of ``device`` through copies on the host."""
-    return device.type != "cpu"

@@ -133,9 +133,9 @@ class Backend(ABC):
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start summing ``buffer`` to the rank ``owner``; the result is 1-D, and empty on others. Communicates."""
 
-    @abstractmethod
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing a few numbers in place, to the same bits on all ranks. Communicates."""
+        """Start summing a few numbers, maybe in place, to the same bits on all ranks. Communicates."""
+        return self.all_reduce(value)
 
     @abstractmethod
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:

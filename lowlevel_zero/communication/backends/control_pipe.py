@@ -168,7 +168,6 @@ class PeerPipe:
 
     Attributes:
         finished: offsets of its blocks that this process has finished with, to be sent in the next record.
-        worker: has the thread.
     """
 
     def __init__(self, process: Process, descriptor: int, timeout: float, threads: Threads) -> None:

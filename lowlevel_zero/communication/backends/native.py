@@ -68,10 +68,6 @@ class Native(BufferBackend):
         first = dist.get_global_rank(self._group, owner)
         return self._work(dist.broadcast(buffer, first, group=self._group, async_op=True), buffer)
 
-    def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start an all-reduce of a few numbers, in place. Communicates."""
-        return self.all_reduce(value)
-
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Start an all-gather into ``buffer``, in place. Communicates."""
         work = _all_gather_single(buffer.view(-1), buffer[self.rank], group=self._group, async_op=True)

@@ -57,3 +57,8 @@ class Staged(BufferBackend):
 
     def _staged(self, buffer: Tensor) -> Tensor:
         return self._host.new_buffer(buffer.shape[1], buffer.dtype, _HOST, len(buffer)).copy_(buffer)
+
+
+def is_staged(device: torch.device) -> bool:
+    """Return whether gloo carries tensors of ``device`` through copies on the host."""
+    return device.type != "cpu"
