@@ -85,8 +85,8 @@ class GroupContext:
     def end(self) -> None:
         """Finish collectives under way, and end the threads, memory and groups made for this group.
 
-        Collectives that are under way are finished first: peers may wait for them. In a fork of the process that made
-        it, nothing is ended: threads stayed there, and memory and pipes are the parent's.
+        In a fork of the process that made it nothing is ended: threads stayed there, and memory and pipes are the
+        parent's.
         """
         self.is_alive = False
         if os.getpid() != self._process:
@@ -94,8 +94,8 @@ class GroupContext:
         deadline, leaving = runtime().now() + _PATIENCE, Threads()
         for user in list(self.users):
             user.leave(leaving)
-        self._end(leaving, deadline)
-        self.end_threads(deadline)
+        self.end_threads(deadline, leaving)
+        self.end_threads(deadline, self.threads)
         beside, self.beside = self.beside, {}
         self.agreements = self.pool = None
         for each in beside.values():
@@ -103,13 +103,9 @@ class GroupContext:
                 if is_alive(each):
                     dist.destroy_process_group(each)
 
-    def end_threads(self, deadline: float) -> None:
-        """Wait for the threads' tasks until the ``deadline``, and then break them off; in a fork there are none."""
-        if os.getpid() == self._process:
-            self._end(self.threads, deadline)
-
-    def _end(self, threads: Threads, deadline: float) -> None:
-        if not threads.end(deadline - runtime().now()):
+    def end_threads(self, deadline: float, threads: Threads) -> None:
+        """Wait for the tasks of ``threads`` until the ``deadline``, and then break them off; in a fork are none."""
+        if os.getpid() == self._process and not threads.end(deadline - runtime().now()):
             self._break_off()
             threads.end(_AFTER_BREAK)
 
@@ -157,7 +153,7 @@ def _end_all_threads() -> None:
     """End all threads before the interpreter ends."""
     deadline = runtime().now() + _AT_EXIT
     for context in list(_contexts.values()):
-        context.end_threads(deadline)
+        context.end_threads(deadline, context.threads)
 
 
 # ---- what torch knows of a group ----

@@ -297,6 +297,21 @@ def test_a_part_of_the_ranks_shares_its_communicator_where_it_would_be_split_off
     assert run_ranks(look, 3, init=False) == [[True, False], [True, False], []]
 
 
+def test_hosts_of_a_grid_talk_over_gloo_whatever_carries_buffers(tmp_path: Path) -> None:
+    """Also where all ranks of the grid are a part of the world, and have a group that this package makes."""
+
+    def look(rank: int, world_size: int) -> list[set[str]]:
+        join_stand_in(rank, world_size, tmp_path / "meeting")
+        pair = dist.new_group([0, 1])
+        if rank == 2:
+            return []
+        union = process_groups.union_group([0, 1], pair)
+        return [set(process_groups.backends_by_device(each).values()) for each in (union, side_group(union))]
+
+    found = [{"stand_in"}, {"gloo"}]
+    assert run_ranks(look, 3, init=False) == [found, found, []]
+
+
 def test_ranks_meet_when_all_wait_at_a_time() -> None:
     def meet(rank: int, world_size: int) -> int:
         store = process_groups.store_of(dist.group.WORLD, "meeting")
@@ -328,7 +343,8 @@ def test_a_group_that_is_destroyed_breaks_off_what_no_peer_joins(part: bool, mon
         if rank == 0:
             model(torch.ones(2, 64)).sum().backward()
             dist.destroy_process_group(group)
-            optimizer.shard_group.context.end_threads(0.0)
+            context = optimizer.shard_group.context
+            context.end_threads(0.0, context.threads)
         else:
             time.sleep(3.0)
         return unraisable, [each.name for each in threading.enumerate() if each.name.startswith("lowlevel_zero")]

@@ -218,10 +218,7 @@ class HostBackend(Backend):
 
     @abstractmethod
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Start sending this rank's parts to the others and receiving theirs; ``read`` makes the result. Communicates.
-
-        ``read`` makes the result of the others' parts, by rank, in turn from the rank before this one on.
-        """
+        """Start sending parts to the others; ``read`` makes the result of theirs, by rank, in turns. Communicates."""
 
     def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
         """Start gathering all ranks' summed rows into ``total``. Communicates."""
