@@ -124,7 +124,7 @@ class Progress:
         """Begin a collective, count it, and return its work, which is waited for by ``wait``. Communicates.
 
         Raises:
-            LostRank: the process of another rank has ended, or an earlier wait was in vain.
+            LostRank: a rank's process has ended, or an earlier wait was in vain.
             RuntimeError: the process group has been destroyed, or this process is a fork.
         """
         self.check_process(kind)

@@ -62,10 +62,7 @@ class OnStream:
 
 
 class OnDemand:
-    """A chain that starts due second collectives whenever a result is asked for.
-
-    It needs no thread, which would take a core from the ranks of a host.
-    """
+    """A chain that starts due second collectives whenever a result is asked for; no thread takes a core from ranks."""
 
     def __init__(self) -> None:
         self._lock = runtime().lock()

@@ -74,7 +74,7 @@ class Calls:
         """Run ``act``, which agrees on ``call``, for each shard group; if one rank raises, all do. Communicates.
 
         The ranks of experts may disagree among themselves alone, so where there are several shard groups, all ranks
-        agree once more. The current stream then waits for all sums. Communicates.
+        agree once more. The current stream then waits for all sums.
         """
         if not self.has_experts:
             act(self._groups[0], call)

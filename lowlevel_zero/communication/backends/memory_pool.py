@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Address(NamedTuple):
-    """The addresses of a process's memory and pipe, which are sent to other ranks."""
+    """A process's memory, and its pipe's file descriptor; sent to other ranks."""
 
     memory: MemoryAddress
-    pipe: int  # a file descriptor of that process
+    pipe: int
 
 
 class NoSharedMemory(MemoryError, RuntimeError):
