@@ -30,17 +30,13 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from .bookkeeping.bucket_plan import LearntPlan, PlanState
-from .bookkeeping.bucket_store import BucketStore
-from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.bucket_plan import PlanState
 from .bookkeeping.gradient_sync import GradientSyncs
-from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.shown_gradients import hide_gradients
-from .bookkeeping.step_state import Damage, Phase, StepState, refuse_compiled
-from .bookkeeping.unused_parameters import UnusedParameters
+from .bookkeeping.step_state import Damage, StepState, refuse_compiled
 from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
-from .options import ZeroOptions
+from .communication.shard_group import ShardGroup
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -54,56 +50,38 @@ class Reducer:
     """Turns the gradients of backwards into each record's ``g``, for one shard group.
 
     Args:
-        parameters: the records.
-        options: the options of the optimizer.
-        gradients: where reduced gradients go.
-        buckets: of the open sync, and in flight.
-        number: index of the shard group whose gradients these are.
+        number: index of the shard group.
+        group: the ranks that share the parameters.
+        records: the parameters, by index.
+        syncs: carry gradients.
+        overlaps: reductions start during a backward.
         state: of the optimizer's step.
-
-    Attributes:
-        syncs: the syncs that carry gradients.
-        plan: the buckets that reductions follow, from the next sync on.
-        remove_hooks: leaves the parameters as they were before.
-        has_lacked: a step has lacked a gradient of some parameter on some rank.
     """
 
     def __init__(
         self,
-        parameters: ParameterStore,
-        options: ZeroOptions,
-        gradients: GradientStore,
-        buckets: BucketStore,
         number: int,
+        group: ShardGroup,
+        records: Sequence[ShardedParameter],
+        syncs: GradientSyncs,
+        overlaps: bool,
         state: StepState,
     ) -> None:
-        self._state = state
         self._number = number
-        self._records = parameters.by_shard_group[number]
-        self._group = group = parameters.shard_groups[number]
-        self._gradients = gradients
-        self._buckets = buckets
-        self._streams = buckets.streams
-        self._overlaps = options.communication.overlap_reductions
-        device = self._records[0].padded.device
-        bucket_size = options.communication.bucket_size or group.bucket_size(device)
-        wide = options.communication.pad_buckets_for_high_nccl_busbw
-        self.plan = LearntPlan(self._records, group, bucket_size, wide)
-        self._unused = UnusedParameters(parameters, number)
-        # A rank must not wait in one shard group for a peer that may be waiting for it in another.
-        backend, alone = group.backend(device), len(parameters.by_shard_group) == 1
-        most = backend.in_flight if alone and (options.stage == 2 or backend.limits_all_reduce) else None
-        self._in_order = group.has_others and not group.on_gloo(device)
-        of_all = parameters.shard_groups[0]
-        self.syncs = GradientSyncs(
-            group, of_all, self.plan, self._unused, gradients, buckets, state, most, self._in_order
-        )
+        self._group = group
+        self._records = records
+        self.syncs = syncs
+        self.plan, self._unused = syncs.plan, syncs.unused
+        self._gradients, self._buckets = syncs.gradients, syncs.buckets
+        self._streams = syncs.buckets.streams
+        self._overlaps = overlaps
+        self._state = state
         self._hooks: list[RemovableHandle] = []
-        self.remove_hooks = finalize(self, _remove, self._hooks)
+        self.remove_hooks = finalize(self, _remove, self._hooks)  # leaves the parameters as they were before
         self._keeps_some = False  # gradients of plain backwards, until the ranks agree
         self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
         self._edited: Counter[str] = Counter()  # edits of gradients that the ranks are to agree on
-        self.has_lacked = False
+        self.has_lacked = False  # a step has lacked a gradient of some parameter on some rank
         self._graph_task = -1
         self._running: set[int] = set()  # the plain backwards that have begun, and haven't come to their end
         self._warned = number > 0 or group.group_rank > 0
@@ -158,7 +136,7 @@ class Reducer:
                 self._gradients.take_out()
             self.syncs.by_itself = by_itself or self._state.is_alone
             ordered = self._number == 0 and (by_itself or not self.syncs.shares_order)
-            self.syncs.starts_early = self._overlaps and (ordered or not self._in_order)
+            self.syncs.starts_early = self._overlaps and (ordered or not self.syncs.in_order)
             reached = None
             try:
                 if self._unused.detecting:
@@ -214,8 +192,7 @@ class Reducer:
             if of_another and self._state.syncs and not (self._buckets.is_open or self._state in running):
                 self._keep_until_all_agree(record)
                 return False
-            if self._state.phase is Phase.COMPLETE:
-                self._state.phase = Phase.COMING
+            self._state.complete = False
             record.note_waiting()
             return False
         if not self._buckets.is_open and not self._begin_plain(record):
@@ -274,7 +251,7 @@ class Reducer:
         if self._watch_graph_task(record):
             self._follow_callers()
         self._keeps_some = True
-        self._state.phase = Phase.COMING
+        self._state.complete = False
 
     def _watch_graph_task(self, record: ShardedParameter) -> bool:
         """Register a callback for the end of the running backward; return whether it is a new one."""

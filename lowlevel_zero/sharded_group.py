@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .bookkeeping.bucket_plan import LearntPlan
 from .bookkeeping.bucket_store import BucketStore, Packed, Reduction, StepOnDevice
 from .bookkeeping.gather_store import GatherStore
 from .bookkeeping.gradient_store import GradientStore
+from .bookkeeping.gradient_sync import GradientSyncs
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import StepState
+from .bookkeeping.unused_parameters import UnusedParameters
 from .options import ZeroOptions
 from .reducer import Reducer
 from .streams import Streams
@@ -30,14 +33,6 @@ class ShardedGroup:
         stepping: says whether shards and masters are on the device or on the host.
         state: of the optimizer's step.
         packed: is called with each bucket buffer that is about to be reduced.
-
-    Attributes:
-        number: as given.
-        group: the ranks.
-        records: the parameters that they share.
-        gradients: keeps the sums that reductions leave.
-        reducer: turns backwards into these sums.
-        gathers: brings stepped slices back into parameters.
     """
 
     def __init__(
@@ -53,11 +48,27 @@ class ShardedGroup:
         self.number = number
         self.group = group = parameters.shard_groups[number]
         self.records: Sequence[ShardedParameter] = parameters.by_shard_group[number]
-        new_bucket, travel = stepping.bucket_type(), options.communication
-        under_way = group.backend(self.records[0].padded.device).in_flight
-        reduction = Reduction(group, options.stage == 2, travel.gradient_predivide_factor, streams, packed, under_way)
+        device, new_bucket, travel = self.records[0].padded.device, stepping.bucket_type(), options.communication
+        backend, wide = group.backend(device), travel.pad_buckets_for_high_nccl_busbw
+        # A rank must not wait in one shard group for a peer that may be waiting for it in another.
+        alone = len(parameters.by_shard_group) == 1
+        most = backend.in_flight if alone and (options.stage == 2 or backend.limits_all_reduce) else None
+        in_order = group.has_others and not group.on_gloo(device)
+        divisor, under_way = travel.gradient_predivide_factor, backend.in_flight
+        reduction = Reduction(group, options.stage == 2, divisor, streams, packed, under_way)
         self.gradients = GradientStore(self.records, new_bucket, state, streams)
         buckets = BucketStore(self.records, reduction, new_bucket, state)
-        self.reducer = Reducer(parameters, options, self.gradients, buckets, number, state)
-        wide = travel.pad_buckets_for_high_nccl_busbw
+        plan = LearntPlan(self.records, group, travel.bucket_size or group.bucket_size(device), wide)
+        syncs = GradientSyncs(
+            group,
+            parameters.shard_groups[0],
+            plan,
+            UnusedParameters(parameters, number),
+            self.gradients,
+            buckets,
+            state,
+            most,
+            in_order,
+        )
+        self.reducer = Reducer(number, group, self.records, syncs, travel.overlap_reductions, state)
         self.gathers = GatherStore(group, streams, stepping, state, travel.overlap_gathers, wide)

@@ -13,7 +13,7 @@ order of registration first, then the order of rank 0's first backward.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -38,23 +38,14 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Parameters that are reduced and gathered together.
+    """Parameters that are reduced and gathered together."""
 
-    Attributes:
-        position: place in the plan; buckets start in this order on every rank.
-        members: indices of the parameters, in the buffer's order.
-        sizes: the members' slice sizes.
-        in_place: the one member is reduced straight from its gradient.
-        fp8: whether the bucket travels in fp8.
-        row: columns of the buffer.
-    """
-
-    position: int
-    members: tuple[int, ...]
-    sizes: tuple[int, ...]
-    row: int
-    in_place: bool = False
-    fp8: bool = False
+    position: int  # in the plan; buckets start in this order on every rank
+    members: tuple[int, ...]  # indices of the parameters, in the buffer's order
+    sizes: tuple[int, ...]  # the members' slice sizes
+    row: int  # columns of the buffer
+    in_place: bool = False  # the one member is reduced straight from its gradient
+    fp8: bool = False  # it travels in fp8
 
     @cached_property
     def body(self) -> int:
@@ -153,51 +144,32 @@ def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size:
 
 
 class PlanState(NamedTuple):
-    """The order of gradients that the first steps have shown, by parameter index.
+    """The order of gradients that the first steps have shown, by parameter index."""
 
-    Attributes:
-        order: the order of rank 0's first backward: gradients that came, then parameters without one.
-        came: how many came.
-        repeats: parameters whose gradient came more than once in one backward.
-        detecting: unused parameters are being detected.
-    """
-
-    order: list[int]
-    came: int
-    repeats: list[int]
-    detecting: bool
+    order: list[int]  # of rank 0's first backward: gradients that came, then parameters without one
+    came: int  # how many came
+    repeats: list[int]  # parameters whose gradient came more than once in one backward
+    detecting: bool  # unused parameters are being detected
 
 
+@dataclass(eq=False)
 class LearntPlan:
-    """The bucket plan in force: reverse registration order first, then the order of rank 0's first backward.
+    """The bucket plan in force: reverse registration order first, then the order of rank 0's first backward."""
 
-    Args:
-        records: the parameters, by index.
-        group: the ranks that share them.
-        bucket_size: elements of a bucket.
-        wide_rows: pad rows for NCCL's bandwidth.
-
-    Attributes:
-        whole: the buckets of all parameters.
-        known: the order is that of rank 0's first backward.
-        order: the parameters whose gradients came in it, then the others.
-        came: how many came.
-    """
-
-    def __init__(
-        self, records: Sequence[ShardedParameter], group: ShardGroup, bucket_size: int, wide_rows: bool
-    ) -> None:
-        self._records = records
-        self._group = group
-        self._bucket_size = bucket_size
-        self._wide_rows = wide_rows
-        self._narrowed: dict[bytes, BucketPlan] = {}
-        self.whole = BucketPlan((), ())
-        self.restore()
+    _records: Sequence[ShardedParameter]  # the parameters, by index
+    _group: ShardGroup  # the ranks that share them
+    _bucket_size: int  # elements of a bucket
+    _wide_rows: bool  # pad rows for NCCL's bandwidth
+    whole: BucketPlan = BucketPlan((), ())  # the buckets of all parameters
+    known: bool = False  # the order is that of rank 0's first backward
+    order: list[int] = field(default_factory=list)  # the parameters whose gradients came in it, then the others
+    came: int = 0  # how many came
+    _first: Sequence[int] | None = None  # the order of the first backward, on this rank
+    _narrowed: dict[bytes, BucketPlan] = field(default_factory=dict)
 
     def restore(self, order: Sequence[int] = (), came: int = 0) -> None:
         """Take over an order from another run; without one, forget the order, and learn it again."""
-        self._first: Sequence[int] | None = None
+        self._first = None
         self.known = len(order) > 0
         self.order = list(order)
         self.came = came

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from operator import is_not
@@ -40,57 +41,36 @@ class BucketState(Enum):
 
 
 class Reduction(NamedTuple):
-    """The settings of a shard group's reductions.
+    """The settings of a shard group's reductions."""
 
-    Attributes:
-        group: the ranks that share the parameters.
-        keeps_row_only: by a reduce-scatter, not an all-reduce.
-        divisor: divides gradients before they are summed.
-        streams: what buckets are packed, started and finished on.
-        packed: is called with each buffer.
-        under_way: reductions that a device may have under way when a bucket is packed.
-    """
-
-    group: ShardGroup
-    keeps_row_only: bool
-    divisor: float
-    streams: Streams
-    packed: Packed
-    under_way: int
+    group: ShardGroup  # the ranks that share the parameters
+    keeps_row_only: bool  # by a reduce-scatter, not an all-reduce
+    divisor: float  # divides gradients before they are summed
+    streams: Streams  # what buckets are packed, started and finished on
+    packed: Packed  # is called with each buffer
+    under_way: int  # reductions that a device may have under way when a bucket is packed
 
 
 class Bucket:
     """Parameters that are reduced together in one sync, and then this rank's row of their reduced gradients.
 
     Here the optimizer steps where the parameters are; a ``HostBucket`` (``offload/``) keeps its row on the host.
-
-    Attributes:
-        planned: which parameters, and where in a row.
-        records: of these parameters, in the row's order; one that no rank used has zeros there.
-        state: how far it has come.
-        missing: gradients that it still waits for.
-        work: the reduction, while it is under way.
-        row: this rank's row of the sum, ``[body]``, where steps are taken: of the buffer's dtype after one micro-batch,
-            fp32 at least after more. A host's may be read after ``to_step`` alone.
-        rows: all ranks' rows, ``[world_size, body]``, where they are kept (stage 1, before the step).
-        scale: the factor that makes the sum averaged and unscaled; None: that of a fresh reduction.
-        empty: indices of the parameters whose part of the sum is zeros on all ranks, since their gradients were dropped
-            or no rank had one.
-        dropped_next: parameters whose gradients were dropped while this was the last reduction under way: their sums
-            are dropped behind it.
     """
 
-    work: Work[Tensor]
+    work: Work[Tensor]  # the reduction, while it is under way
+    # This rank's row of the sum, ``[body]``, where steps are taken: in the buffer's dtype after one micro-batch,
+    # in fp32 at least after more. A host's may be read after ``to_step`` alone.
     row: Tensor
 
     def __init__(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         self.planned = planned
-        self.records = records
+        self.records = records  # in the row's order; one that no rank used has zeros there
         self.state = BucketState.FILLING
-        self.missing = len(records)
-        self.rows: Tensor | None = None
-        self.scale: float | Tensor | None = None
-        self.empty: set[int] = set()
+        self.missing = len(records)  # gradients that it still waits for
+        self.rows: Tensor | None = None  # all ranks' rows, ``[world_size, body]``, in stage 1 before the step
+        self.scale: float | Tensor | None = None  # makes the sum averaged and unscaled; None: a fresh reduction's
+        self.empty: set[int] = set()  # parameters whose sum is zeros on all ranks: dropped, or no rank had one
+        # Their gradients were dropped while this was the last reduction under way: their sums are dropped behind it.
         self.dropped_next: list[ShardedParameter] = []
 
     # ---- its reduction ----
@@ -212,40 +192,24 @@ class StepOnDevice:
         return masters
 
 
+@dataclass(eq=False)
 class BucketStore:
     """The buckets of the open gradient sync, and those whose reduction is under way.
 
     A sync's buckets start in the plan's order, each when all that it waits for has come, so that every rank starts the
     same ones in the same order.
-
-    Args:
-        records: the parameters, by index.
-        reduction: how buckets are reduced.
-        new_bucket: makes one, which keeps its shard where steps are taken.
-        state: of the optimizer's step, which learns of lost gradients.
-
-    Attributes:
-        streams: what buckets are packed, started and finished on.
-        arrivals: indices in the order in which this sync's gradients came.
-        unexpected: the indices among them that weren't expected.
-        repeats: parameters whose gradient may come more than once in a backward: their bucket waits for its end.
-        lacked: a bucket of this sync left without one of its gradients.
-        waiting: buckets of the open sync that haven't started, in the plan's order.
-        in_flight: buckets that are being reduced, the oldest first.
-        is_open: a sync is.
-        expected: the parameters whose gradients are expected in it; None: all, or it isn't known.
     """
 
-    def __init__(
-        self, records: Sequence[ShardedParameter], reduction: Reduction, new_bucket: NewBucket, state: StepState
-    ) -> None:
-        self._records = records
-        self._reduction = reduction
-        self._state = state
-        self._new_bucket = new_bucket
-        self.streams = reduction.streams
-        self.in_flight: deque[Bucket] = deque()
-        self.repeats: set[int] = set()
+    _records: Sequence[ShardedParameter]  # the parameters, by index
+    _reduction: Reduction  # how buckets are reduced
+    _new_bucket: NewBucket  # makes one, which keeps its shard where steps are taken
+    _state: StepState  # of the optimizer's step, which learns of lost gradients
+    in_flight: deque[Bucket] = field(default_factory=deque)  # buckets that are being reduced, the oldest first
+    # Parameters whose gradient may come more than once in a backward: their bucket waits for its end.
+    repeats: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.streams = self._reduction.streams
         self.open_sync(None)
         self.is_open = False
 
@@ -254,11 +218,11 @@ class BucketStore:
     def open_sync(self, plan: BucketPlan | None, expected: Collection[int] | None = None) -> None:
         """Open a sync of the ``expected`` gradients; ``plan`` gives its buckets, or else ``follow`` does later."""
         self._bucket_of: list[Bucket | None] | None = None
-        self.waiting: deque[Bucket] = deque()
-        self.expected = expected
-        self.arrivals: dict[int, None] = {}
-        self.unexpected: list[int] = []
-        self.lacked = False
+        self.waiting: deque[Bucket] = deque()  # buckets that haven't started, in the plan's order
+        self.expected = expected  # the parameters whose gradients are expected; None: all, or it isn't known
+        self.arrivals: dict[int, None] = {}  # indices in the order in which this sync's gradients came
+        self.unexpected: list[int] = []  # the indices among them that weren't expected
+        self.lacked = False  # a bucket left without one of its gradients
         self.is_open = True
         if plan is not None:
             self.follow(plan)

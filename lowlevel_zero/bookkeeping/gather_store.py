@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -43,32 +44,21 @@ def in_parts(items: Iterable[tuple[Hashable, int, T]]) -> Iterator[list[T]]:
         yield part
 
 
+@dataclass(eq=False)
 class Gather:
-    """Parameters that were stepped together, while their rows are gathered.
+    """Parameters that were stepped together, while their rows are gathered."""
 
-    Attributes:
-        records: the parameters.
-        awaited: readers of the parameters wait for them; else the step waits.
-    """
+    records: Sequence[ShardedParameter]
+    _pending: Work[None] | None
+    _streams: Streams
+    _state: StepState
+    _progress: Progress
+    awaited: bool  # readers of the parameters wait for them; else the step waits
+    _written: Mark | None = None
 
-    def __init__(
-        self,
-        records: Sequence[ShardedParameter],
-        pending: Work[None],
-        streams: Streams,
-        state: StepState,
-        progress: Progress,
-        awaited: bool,
-    ) -> None:
-        self._progress = progress
-        self._streams = streams
-        self._state = state
-        self._written: Mark | None = None
-        self._pending: Work[None] | None = pending
-        self.records = records
-        self.awaited = awaited
-        if awaited:
-            defer_until_read((record.p for record in records), self.finish_gather)
+    def __post_init__(self) -> None:
+        if self.awaited:
+            defer_until_read((record.p for record in self.records), self.finish_gather)
 
     def finish_gather(self) -> None:
         """Wait until the rows are in place for the current stream; may be called again.
@@ -106,34 +96,17 @@ class Gather:
         self._written = None
 
 
+@dataclass(eq=False)
 class GatherStore:
-    """Starts and finishes the gathers of one shard group, in order.
+    """Starts and finishes the gathers of one shard group, in order."""
 
-    Args:
-        group: the ranks that share the parameters.
-        streams: the streams on which gathers are started and finished.
-        stepping: where masters are.
-        state: of the optimizer's step, which learns of failed gathers.
-        overlap: don't wait at the end of a step, where a parameter can see to it that its readers wait.
-        wide_rows: pad rows for NCCL's bandwidth.
-    """
-
-    def __init__(
-        self,
-        group: ShardGroup,
-        streams: Streams,
-        stepping: StepOnDevice,
-        state: StepState,
-        overlap: bool = False,
-        wide_rows: bool = False,
-    ) -> None:
-        self._group = group
-        self._streams = streams
-        self._stepping = stepping
-        self._state = state
-        self._overlap = overlap
-        self._wide_rows = wide_rows
-        self._under_way: deque[Gather] = deque()
+    _group: ShardGroup  # the ranks that share the parameters
+    _streams: Streams  # on which gathers are started and finished
+    _stepping: StepOnDevice  # where masters are
+    _state: StepState  # of the optimizer's step, which learns of failed gathers
+    _overlap: bool  # don't wait at the end of a step, where a parameter can see to it that its readers wait
+    _wide_rows: bool  # pad rows for NCCL's bandwidth
+    _under_way: deque[Gather] = field(default_factory=deque)
 
     def start_gather(self, records: Sequence[ShardedParameter]) -> None:
         """Start gathering stepped parameters, all of one device, dtype and owner. Communicates, alike on every rank."""

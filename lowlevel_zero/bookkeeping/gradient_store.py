@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from .step_state import StepState
 Edit: TypeAlias = Callable[[Tensor], object]
 
 
+@dataclass(eq=False)
 class GradientStore:
     """Keeps reduced gradients by bucket: summed over ranks and micro-batches, and times the loss scale.
 
@@ -27,31 +29,18 @@ class GradientStore:
     record's ``g`` is its part of its bucket's shard, so that averaging, unscaling, clipping and adding take one
     operation a bucket, however many parameters it has.
 
-    Args:
-        records: the parameters, by index.
-        new_bucket: makes one, which keeps its shard where steps are taken. All arithmetic but the step's own is done
-            where the parameters are.
-        state: of the optimizer's step.
-        streams: beside home, sums are added to until the ranks agree on a step's. What goes there is kept until then.
-
-    Attributes:
-        buckets: those with gradients, in the order in which their first reductions ended.
-        version: goes up with each change of a gradient.
-        taken_out: those whose sharded gradients a backward isn't to meet in ``p.grad``.
+    All arithmetic but the step's own is done where the parameters are; until the ranks agree on a step's sums, that is
+    beside the home stream.
     """
 
-    def __init__(
-        self, records: Sequence[ShardedParameter], new_bucket: NewBucket, state: StepState, streams: Streams
-    ) -> None:
-        self._records = records
-        self._gradient_scale = state.gradient_scale
-        self._new_bucket = new_bucket
-        self._state = state
-        self._streams = streams
-        self.buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
-        self.taken_out: list[ShardedParameter] = []
-        self.version = 0
+    _records: Sequence[ShardedParameter]  # the parameters, by index
+    _new_bucket: NewBucket  # makes one, which keeps its shard where steps are taken
+    _state: StepState  # of the optimizer's step
+    _streams: Streams  # what is used beside home is kept by these
+    buckets: list[Bucket] = field(default_factory=list)  # in the order in which their first reductions ended
+    _bucket_of: dict[int, Bucket] = field(default_factory=dict)
+    taken_out: list[ShardedParameter] = field(default_factory=list)  # a backward isn't to meet theirs in ``p.grad``
+    version: int = 0  # goes up with each change of a gradient
 
     # ---- what reductions leave ----
 
@@ -100,7 +89,7 @@ class GradientStore:
         self._streams.keep(before, bucket.scale)
         sums = at_least_fp32(before)
         if bucket.scale is not None:
-            sums = sums * (bucket.scale / self._gradient_scale())
+            sums = sums * (bucket.scale / self._state.gradient_scale())
             bucket.scale = None
         return sums
 
@@ -235,7 +224,7 @@ class GradientStore:
         return row if bucket.scale == 1.0 else row * scale
 
     def _scale(self, bucket: Bucket) -> float | Tensor:
-        return self._gradient_scale() if bucket.scale is None else bucket.scale
+        return self._state.gradient_scale() if bucket.scale is None else bucket.scale
 
     # ---- what stands for them in ``p.grad`` ----
 

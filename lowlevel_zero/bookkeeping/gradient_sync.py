@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,80 +24,50 @@ from ..communication.work import Work
 from .bucket_plan import BucketPlan, LearntPlan
 from .bucket_store import BucketStore
 from .gradient_store import GradientStore
-from .step_state import Phase, StepState
+from .step_state import StepState
 from .unused_parameters import UnusedParameters
 
 # Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
 _PATIENCE = 1.0
 
 
+@dataclass(eq=False)
 class GradientSyncs:
-    """Opens, closes and finishes the syncs of one shard group.
+    """Opens, closes and finishes the syncs of one shard group."""
 
-    Args:
-        group: the ranks that share the parameters.
-        ranks: all ranks of the optimizer.
-        plan: the buckets that reductions follow.
-        unused: exchanges which parameters the ranks use.
-        gradients: where reduced gradients go.
-        buckets: of the open sync, and in flight.
-        state: of the optimizer's step.
-        most_in_flight: the number of reductions under way beyond which a backward waits for the oldest; None: it waits
-            for none.
-        in_order: reductions have one order on all ranks, as a communicator of a device needs it.
-
-    Attributes:
-        buckets: as given.
-        put_off: announcements of the syncs that run when all ranks agree, by the parameters that they carry.
-        may_be_alone: this rank may be alone with a sync of this step, that of a plain ``loss.backward()``.
-        by_itself: no other optimizer's backward runs within that of the open sync.
-        starts_early: complete buckets of the open sync start before its end.
-    """
-
-    def __init__(
-        self,
-        group: ShardGroup,
-        ranks: ShardGroup,
-        plan: LearntPlan,
-        unused: UnusedParameters,
-        gradients: GradientStore,
-        buckets: BucketStore,
-        state: StepState,
-        most_in_flight: int | None,
-        in_order: bool,
-    ) -> None:
-        self.buckets = buckets
-        self.put_off: deque[Work[bytes]] = deque()
-        self.may_be_alone = False
-        self.by_itself = True
-        self.starts_early = False
-        self._group = group
-        self._ranks = ranks
-        self._plan = plan
-        self._unused = unused
-        self._gradients = gradients
-        self._state = state
-        self._most_in_flight = most_in_flight
-        self._in_order = in_order
-        self._announced: Work[bytes] | None = None  # the parameters that the open sync carries
-        self._unread: deque[Work[bytes]] = deque()  # of syncs that carried all parameters
+    _group: ShardGroup  # the ranks that share the parameters
+    _ranks: ShardGroup  # all ranks of the optimizer
+    plan: LearntPlan  # the buckets that reductions follow
+    unused: UnusedParameters  # exchanges which parameters the ranks use
+    gradients: GradientStore  # where reduced gradients go
+    buckets: BucketStore  # of the open sync, and in flight
+    _state: StepState  # of the optimizer's step
+    _most_in_flight: int | None  # reductions under way beyond which a backward waits for the oldest; None: for none
+    in_order: bool  # reductions have one order on all ranks, as a communicator of a device needs it
+    # Announcements of the syncs that run when all ranks agree, by the parameters that they carry.
+    put_off: deque[Work[bytes]] = field(default_factory=deque)
+    may_be_alone: bool = False  # with a sync of this step, that of a plain ``loss.backward()``
+    by_itself: bool = True  # no other optimizer's backward runs within that of the open sync
+    starts_early: bool = False  # complete buckets of the open sync start before its end
+    _announced: Work[bytes] | None = None  # the parameters that the open sync carries
+    _unread: deque[Work[bytes]] = field(default_factory=deque)  # of syncs that carried all parameters
 
     # ---- one sync ----
 
     def open(self, reached: set[int] | None = None) -> None:
         """Open a sync; ``reached``: the parameters that may get gradients; None: any. Communicates if detecting."""
-        self._state.phase = Phase.COMING
+        self._state.complete = False
         if self.put_off:  # all ranks run their syncs in one order
-            named = None if reached is None else reached.union(self._gradients.leftovers())
-            self.put_off.append(self._unused.announce_sync(named))
+            named = None if reached is None else reached.union(self.gradients.leftovers())
+            self.put_off.append(self.unused.announce_sync(named))
             return
         if self.buckets.in_flight:
             self._finish_some(leave=0)
-        self._open(self._plan.whole if reached is None else None, reached)
+        self._open(self.plan.whole if reached is None else None, reached)
         if reached is not None:
-            self._announced = self._unused.announce_sync(reached.union(self._gradients.leftovers()))
-        elif self._unused.detecting:
-            self._unread.append(self._unused.announce_sync(None))
+            self._announced = self.unused.announce_sync(reached.union(self.gradients.leftovers()))
+        elif self.unused.detecting:
+            self._unread.append(self.unused.announce_sync(None))
 
     def _open(self, plan: BucketPlan | None, expected: Collection[int] | None) -> None:
         self._group.context.begun += 1
@@ -120,27 +91,27 @@ class GradientSyncs:
             self._group.context.begun -= 1
             self.put_off.append(announced)
             self.buckets.close()
-            self._gradients.put_back()
+            self.gradients.put_back()
             return False
         if announced is not None:
             self._read(announced)
         if self.buckets.waiting:
             self._start(close=True)
         self.buckets.close()
-        if self._gradients.taken_out:
-            self._gradients.put_back()
+        if self.gradients.taken_out:
+            self.gradients.put_back()
         self._group.progress.micro_batch += 1
-        if not self._plan.known:
-            self._plan.saw(list(self.buckets.arrivals))
+        if not self.plan.known:
+            self.plan.saw(list(self.buckets.arrivals))
         if self.buckets.unexpected:
-            self._unused.learn(self.buckets.unexpected)
+            self.unused.learn(self.buckets.unexpected)
         self._finish_some()
         return True
 
     def _read(self, announced: Work[bytes]) -> None:
         """Read which parameters the ranks will use in the open sync, and make its buckets."""
         self._announced = None
-        self.buckets.follow(self._plan.of(announced.wait()))
+        self.buckets.follow(self.plan.of(announced.wait()))
 
     def _start(self, close: bool = False) -> None:
         """Start complete buckets in the plan's order; with ``close``, all that are left. Communicates."""
@@ -162,13 +133,13 @@ class GradientSyncs:
             self._join(self.put_off.popleft().wait())
         while self._group.progress.micro_batch < syncs:
             used = None
-            if self._unused.detecting:
-                used = self._unused.announce_sync(self._gradients.leftovers() if takes_leftovers else ()).wait()
+            if self.unused.detecting:
+                used = self.unused.announce_sync(self.gradients.leftovers() if takes_leftovers else ()).wait()
             self._join(used)
 
     def _join(self, used: bytes | None) -> None:
         """Run a sync with this rank's leftovers or zeros, of the parameters ``used``; None: of all. Communicates."""
-        self._open(self._plan.whole if used is None else self._plan.of(used), ())
+        self._open(self.plan.whole if used is None else self.plan.of(used), ())
         self.close()
 
     # ---- reductions end, in the order of starting ----
@@ -213,13 +184,13 @@ class GradientSyncs:
         bucket = self.buckets.in_flight.popleft()
         with self.buckets.streams.beside():
             try:
-                self._gradients.accumulate(bucket, bucket.finish_reduce(self.buckets.streams))
+                self.gradients.accumulate(bucket, bucket.finish_reduce(self.buckets.streams))
             except BaseException as error:
                 self._state.failure.defer(error)
-                self._gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
+                self.gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
             try:
                 if bucket.dropped_next:
-                    self._gradients.drop(bucket.dropped_next)
+                    self.gradients.drop(bucket.dropped_next)
             except BaseException as error:
                 self._state.failure.defer(error)
 
@@ -228,7 +199,7 @@ class GradientSyncs:
     @property
     def shares_order(self) -> bool:
         """Return whether several optimizers share one order of reductions on a device."""
-        return self._in_order and self._ranks.context.is_shared
+        return self.in_order and self._ranks.context.is_shared
 
     @property
     def idle(self) -> bool:

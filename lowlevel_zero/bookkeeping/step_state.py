@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from enum import Enum, Flag, auto
+from dataclasses import dataclass, field
+from enum import Flag, auto
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -26,13 +27,6 @@ TO_ZEROS = "zero_grad(set_to_none=False)"
 _RECOVERIES = ("zero_grad", TO_ZEROS, "load_state_dict")
 
 
-class Phase(Enum):
-    """The phases of the gradients of the coming step."""
-
-    COMING = "backwards reduce them as they come"
-    COMPLETE = "each g is complete on all ranks, and no gradient has come since"
-
-
 class Damage(Flag):
     """The damage that an error has done on this rank."""
 
@@ -41,19 +35,13 @@ class Damage(Flag):
     PARAMETERS = auto()  # parameters and states are undefined, until a checkpoint has been loaded
 
 
+@dataclass
 class Failure:
-    """The damage that errors have done on this rank; the ranks tell each other at their next agreement.
+    """The damage that errors have done on this rank; the ranks tell each other at their next agreement."""
 
-    Attributes:
-        damage: how far it goes; nothing: all is well.
-        words: the first error, for messages; empty: there was none.
-        deferred: the error that leaves the call under way as soon as this rank has done what its peers wait for.
-    """
-
-    def __init__(self) -> None:
-        self.damage = Damage(0)
-        self.words = ""
-        self.deferred: Exception | None = None
+    damage: Damage = field(default=Damage(0))  # how far it goes; nothing: all is well
+    words: str = ""  # the first error, for messages; empty: there was none
+    deferred: Exception | None = None  # leaves the call under way as soon as this rank has done what its peers wait for
 
     def note(self, error: BaseException | None, damage: Damage = Damage.CALL) -> None:
         """Record that ``error`` has ended a call, or has done ``damage``."""
@@ -88,36 +76,23 @@ class Failure:
         return None
 
 
+@dataclass(eq=False)
 class StepState:
-    """The phase and the failure of one optimizer's coming step, shared by its shard groups.
+    """The phase and the failure of one optimizer's coming step, shared by its shard groups."""
 
-    Args:
-        average: what sums over the ranks are to be multiplied with to be averages.
-        scaler: of the loss; None: there is none.
+    in_backward: ClassVar[list[StepState]] = []  # of the optimizers whose ``backward`` runs, the innermost last
+    alive: ClassVar[WeakSet[StepState]] = WeakSet()  # of all optimizers of this process
 
-    Attributes:
-        phase: how far gradients are.
-        syncs: gradients are reduced (False under ``no_sync``: hooks do nothing).
-        has_come: a gradient has come, in the backward under way or the last one.
-        agreed: the ranks have agreed on the call under way.
-        failure: what errors have left on this rank.
-        wake: brings back what sleeps on the host; None: nothing does.
-        in_backward: those of the optimizers whose ``backward`` runs, the innermost last.
-        alive: the states of all optimizers of this process.
-    """
+    _average: float  # what sums over the ranks are to be multiplied with to be averages
+    _scaler: LossScaler | None  # of the loss; None: there is none
+    complete: bool = False  # each ``g`` is complete on all ranks, and no gradient has come since
+    syncs: bool = True  # gradients are reduced (False under ``no_sync``: hooks do nothing)
+    has_come: bool = False  # a gradient has, in the backward under way or the last one
+    agreed: bool = False  # the ranks have agreed on the call under way
+    failure: Failure = field(default_factory=Failure)  # what errors have left on this rank
+    wake: Callable[[], None] | None = None  # brings back what sleeps on the host; None: nothing does
 
-    in_backward: ClassVar[list[StepState]] = []
-    alive: ClassVar[WeakSet[StepState]] = WeakSet()
-
-    def __init__(self, average: float, scaler: LossScaler | None) -> None:
-        self._average = average
-        self._scaler = scaler
-        self.phase = Phase.COMING
-        self.syncs = True
-        self.has_come = False
-        self.agreed = False
-        self.failure = Failure()
-        self.wake: Callable[[], None] | None = None
+    def __post_init__(self) -> None:
         StepState.alive.add(self)
 
     def wake_up(self) -> None:

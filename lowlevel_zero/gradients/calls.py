@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.step_state import Damage, Phase, StepState
+from ..bookkeeping.step_state import Damage, StepState
 from ..communication.agreement import Call, UnevenWrites, agree, is_raised_by_all, moment
 from ..communication.failed_ranks import LostRank
 from ..communication.shard_group import ShardGroup
@@ -59,8 +59,7 @@ class Calls:
         """Agree on ``call``, and complete all gradients; raise on all ranks if one can't make it. Communicates."""
         self.agree(call, self._finish)
         self._state.failure.raise_deferred()
-        if self._state.phase is Phase.COMING:
-            self._state.phase = Phase.COMPLETE
+        self._state.complete = True
 
     def _finish(self, each: ShardedGroup, call: Call) -> None:
         """Finish one shard group's gradients; where ranks have written weights, compare these first. Communicates."""

@@ -169,8 +169,8 @@ MADE_ONCE = [
         (
             Change(
                 SYNCS,
-                "self._gradients.drop(bucket.dropped_next)\n            except BaseException as error:",
-                "self._gradients.drop(bucket.dropped_next)\n            except ZeroDivisionError as error:",
+                "self.gradients.drop(bucket.dropped_next)\n            except BaseException as error:",
+                "self.gradients.drop(bucket.dropped_next)\n            except ZeroDivisionError as error:",
             ),
         ),
         19014056,
@@ -247,8 +247,8 @@ DRAWN = [
         (
             Change(
                 SYNCS,
-                "        if self._gradients.taken_out:\n            self._gradients.put_back()\n        self._group",
-                "        self._gradients.taken_out.clear()\n        self._group",
+                "        if self.gradients.taken_out:\n            self.gradients.put_back()\n        self._group",
+                "        self.gradients.taken_out.clear()\n        self._group",
             ),
         ),
         983,

@@ -277,7 +277,7 @@ MUTANTS = [
     Mutant(
         "a sum of several micro-batches forgets its scale",
         SUMS,
-        "sums = sums * (bucket.scale / self._gradient_scale())",
+        "sums = sums * (bucket.scale / self._state.gradient_scale())",
         "pass",
         "tests/calls/test_misuse.py",
     ),

@@ -50,7 +50,7 @@ def with_and_without_detection(train: Callable[..., T]) -> Callable[..., tuple[T
 def as_on_a_device(optimizer: LowLevelZeroOptimizer) -> LowLevelZeroOptimizer:
     """On a device reductions of several shard groups start in one order."""
     for group in optimizer.sharded_groups:
-        patch_rank(group.reducer, "_in_order", True)
+        patch_rank(group.reducer.syncs, "in_order", True)
     return optimizer
 
 
