@@ -210,7 +210,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.calls = Calls(self.sharded_groups, ranks, self._guard, self.step_state, self.streams)
         self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
         make_handles(self.sharded_parameters, self.gradients)
-        self._make_stepper(writes_unused)
+        carry_overrides(self.optim, self.sharded_parameters)
+        self._stepper = Stepper(
+            self.optim, self.sharded_parameters, self.sharded_groups, writes_unused, self.options.cpu_offload
+        )
         register(self)
 
     def _make_state(self) -> None:
@@ -236,16 +239,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             elif records:
                 known[number] = ShardedGroup(number, self.sharded_parameters, *common)
         self.sharded_groups[:] = [known[number] for number in sorted(known)]
-
-    def _make_stepper(self, writes_unused: bool) -> None:
-        """Create the stepper, and decide whether a step waits for the norm of its gradients."""
-        options = self.options
-        carry_overrides(self.optim, self.sharded_parameters)
-        self._stepper = Stepper(
-            self.optim, self.sharded_parameters, self.sharded_groups, writes_unused, options.cpu_offload
-        )
-        needs_norm = options.clip_grad_norm > 0 or self.scaler is not None or options.diagnostics.error_if_nonfinite
-        self._tells_norm = needs_norm or not options.communication.overlap_gathers
 
     def __del__(self) -> None:
         if "_guard" in self.__dict__:
@@ -456,12 +449,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             return loss
         call = self._enter_step()
         norm, self._stepper.left = self._new_norm(), None
-        last = None if self._norm is None or self._tells_norm or self._norm.is_lost else self._norm
-        with self.calls.taking_part(partial(self._catch_up, norm, last), damage=Damage.GRADIENTS | Damage.PARAMETERS):
+        with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
             self._observer.step_begins()  # it may ask the other ranks, so they have to be in this call
-            if last is not None:
-                self._judge(last, at_hand=False)
             if self._guard.edited:
                 self._guard.follow_edits()
             self._take_step(norm, self.step_state.gradient_scale())
@@ -485,8 +475,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
         """Measure, clip and unscale the gradients, and step and gather, unless an overflow skips the step."""
         self._measure(norm, scale)
-        if self._tells_norm:
-            self._judge(norm)
+        self._judge(norm)
         if self.options.clip_grad_norm > 0:
             scale = scale * clip_factor(norm.value, self.options.clip_grad_norm)
         nothing = norm.is_empty and len(self.sharded_parameters.shard_groups) == 1
@@ -502,16 +491,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         on_host = self.options.cpu_offload  # which waits for gradients anyway
         self._stepper.step(float(scale) if on_host else scale, flag)
 
-    def _catch_up(self, norm: GlobalNorm, last: GlobalNorm | None) -> None:
-        """After an error in a step, run the step's collectives that this rank hasn't run yet. Communicates.
-
-        ``last``: the norm of the step before, if it is yet to be checked.
-        """
-        since, refused = moment(), False
+    def _catch_up(self, norm: GlobalNorm) -> None:
+        """After an error in a step, run the step's collectives that this rank hasn't run yet. Communicates."""
+        since, refused, skips = moment(), False, False
         try:
-            if last is not None and last.catch_up():
-                self._judge(last, at_hand=False)
-            if norm.catch_up() and self._leaves_out(norm):
+            if norm.catch_up():
+                self._judge(norm)
+                skips = self.scaler is not None and not self._skips_by_flag and not norm.value.isfinite()
+            if skips:
                 assert self.scaler is not None
                 self._skip(self.scaler)
             else:
@@ -521,19 +508,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise
         finally:
             if not refused:  # by a norm for which every rank leaves its step in the middle
-                self._norm = norm  # which all ranks judge in the next step, if they haven't yet
+                self._norm = norm
                 self._end_step()
 
-    def _leaves_out(self, norm: GlobalNorm) -> bool:
-        """Judge the norm if that is due; return whether other ranks skip the step for it. May communicate."""
-        if self._tells_norm:
-            self._judge(norm)
-        return self.scaler is not None and not self._skips_by_flag and not norm.value.isfinite()
-
-    def _judge(self, norm: GlobalNorm, at_hand: bool = True) -> None:
-        """Let the observer check the norm, once; ``at_hand``: it is the norm of this step."""
+    def _judge(self, norm: GlobalNorm) -> None:
+        """Let the observer check the norm, once. May communicate."""
         if not norm.is_judged:
-            self._observer.norm(norm.value, at_hand)
+            self._observer.norm(norm.value)
             norm.is_judged = True  # now: where it can't be read on this rank, others may look for what is wrong with it
 
     @property

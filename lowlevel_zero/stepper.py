@@ -95,11 +95,6 @@ class GlobalNorm:
         return False
 
     @property
-    def is_lost(self) -> bool:
-        """Return whether an error has kept this rank from learning the norm."""
-        return self._started and self._pending is None and self._total is None
-
-    @property
     def value(self) -> Tensor:
         """Return the norm, 0-d, fp32 at least; waits for the other ranks' part of the sum."""
         assert self._started, "not started"

@@ -85,17 +85,15 @@ class BadNumbers:
 
     # ---- norms ----
 
-    def norm(self, value: Tensor, at_hand: bool = True) -> None:
+    def norm(self, value: Tensor) -> None:
         """Check the step's norm: now on the host or with ``error_if_nonfinite``, else as the next step begins.
-
-        With ``at_hand`` it is the norm of this step, whose gradients are there, else of the step before.
 
         Raises:
             RuntimeError: the norm isn't finite and ``error_if_nonfinite`` is set, for which the host waits.
         """
-        step = self._ranks.progress.step - (not at_hand)
+        step = self._ranks.progress.step
         if self._on_host or self._options.diagnostics.error_if_nonfinite:
-            self._judge(value.item(), step, at_hand)
+            self._judge(value.item(), step, at_hand=True)
         else:
             self._later = LaterRead(value, step)
 
@@ -155,7 +153,7 @@ class BadNumbers:
         self._packed.clear()
 
     def _found(self, at_hand: bool) -> str:
-        """Describe the parameter, the bucket and the ranks at fault. All ranks call it. ``at_hand``: as of ``norm``."""
+        """Describe the parameter, the bucket and the ranks at fault, as gradients or weights tell. All ranks call it."""
         mine: _Seen = None, set()
         try:
             bad = {record for records, largest in self._packed if not largest.isfinite() for record in records}
