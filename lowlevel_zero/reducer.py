@@ -182,7 +182,7 @@ class Reducer:
         """
         if not record.p32.requires_grad:
             of_this_sync = self._buckets.is_open and record.index in self._buckets.arrivals
-            record.drop_gradient(earlier and not of_this_sync and record.may_be_a_sum)
+            record.drop_gradient(earlier and not of_this_sync)
             return False
         running = StepState.in_backward
         of_another = bool(running) and running[-1] is not self._state
@@ -193,7 +193,6 @@ class Reducer:
                 self._keep_until_all_agree(record)
                 return False
             self._state.complete = False
-            record.note_waiting()
             return False
         if not self._buckets.is_open and not self._begin_plain(record):
             return False
@@ -300,7 +299,6 @@ class Reducer:
         for record in (each for each in self._records if not each.is_empty):
             record.show()
             record.p32.grad = record.slice_handle
-            record.note_waiting()
 
     # ---- one sync ----
 
@@ -308,7 +306,7 @@ class Reducer:
         """Open a sync as ``GradientSyncs.open`` does; warn once of gradients that a step has used already."""
         self._graph_task = -1
         self.syncs.open(reached)
-        if not self._warned and self._gradients.buckets and self._gradients.has_stepped:
+        if not self._warned and any(bucket.stepped for bucket in self._gradients.buckets):
             self._warned = True
             _log.warning(
                 "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "

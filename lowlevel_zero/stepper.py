@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
-from .bookkeeping.bucket_store import Bucket, BucketState
+from .bookkeeping.bucket_store import Bucket
 from .bookkeeping.gather_store import in_parts
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
@@ -37,6 +37,8 @@ from .sharded_group import ShardedGroup
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
 # Their settings where the user has left the choice of a kernel to torch.
 _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
+
+_stepping: set[Optimizer] = set()  # the wrapped optimizers that their steppers step now
 
 
 class GlobalNorm:
@@ -124,30 +126,20 @@ class Part(NamedTuple):
     records: list[ShardedParameter]
 
 
-class StepGate:
-    """A hook on the wrapped optimizer's ``step``: it raises unless the stepper has opened it.
-
-    Attributes:
-        is_open: the stepper steps.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def __call__(self, optim: Optimizer, *_: object) -> None:
-        """Raise ``RuntimeError`` if the caller, and not the stepper, steps the wrapped optimizer."""
-        if not self.is_open:
-            raise RuntimeError(
-                "expected step() of the LowLevelZeroOptimizer, got that of the "
-                f"{type(optim).__name__} that it wraps, which has slices and would leave the model as it is: call "
-                "optimizer.step(), not optimizer.optim.step()"
-            )
+def _refuse_others(optim: Optimizer, *_: object) -> None:
+    """Raise ``RuntimeError`` if a caller, and not its stepper, steps a wrapped optimizer; a hook on its ``step``."""
+    if optim not in _stepping:
+        raise RuntimeError(
+            "expected step() of the LowLevelZeroOptimizer, got that of the "
+            f"{type(optim).__name__} that it wraps, which has slices and would leave the model as it is: call "
+            "optimizer.step(), not optimizer.optim.step()"
+        )
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
     """Return whether ``optim`` may step some parameters after others: it is elementwise, and its step is bare."""
     watched = (
-        set(map(type, optim._optimizer_step_pre_hooks.values())) - {StepGate},
+        set(optim._optimizer_step_pre_hooks.values()) - {_refuse_others},
         optim._optimizer_step_post_hooks,
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
@@ -192,8 +184,7 @@ class Stepper:
         self.skips_by_flag = is_fused(optim)
         self.left: deque[Part] | None = None
         self._step_own = OwnedStep(optim, parameters)
-        self._gate = StepGate()
-        finalize(self, optim.register_step_pre_hook(self._gate).remove)
+        finalize(self, optim.register_step_pre_hook(_refuse_others).remove)
 
     @_disable_dynamo  # which would compile the wrapped optimizer anew for each part
     def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
@@ -207,7 +198,7 @@ class Stepper:
             overflow: 0-d; where it is true, parameters and states stay as they are. None: the step is never left out.
         """
         parts, in_parts = self._parts(), steps_in_parts(self._optim)
-        self._gate.is_open = True
+        _stepping.add(self._optim)
         try:
             if overflow is not None and not (in_parts and is_fused(self._optim)) and overflow.item():
                 self._leave_out(parts, factor)
@@ -217,7 +208,7 @@ class Stepper:
             elif not in_parts:
                 self._step_own()
         finally:
-            self._gate.is_open = False
+            _stepping.discard(self._optim)
         self._end()
 
     def catch_up(self) -> None:
@@ -252,7 +243,7 @@ class Stepper:
         for part in parts:
             for bucket in part.buckets:  # the same on ranks whose kernels skip an overflow
                 bucket.to_step()
-                bucket.state, bucket.scale = BucketState.STEPPED, factor
+                bucket.stepped, bucket.scale = True, factor
             self._gather(part)
 
     def _step_parts(
@@ -311,7 +302,7 @@ class Stepper:
             keeps_sums: the optimizer may skip, so gradients are copies of the sums.
         """
         row = bucket.to_step()
-        bucket.state = BucketState.STEPPED
+        bucket.stepped = True
         dtype = bucket.records[0].p32.dtype
         if row.dtype == dtype and not keeps_sums:
             bucket.scale = 1.0

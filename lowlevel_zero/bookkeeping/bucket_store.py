@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from operator import is_not
 from typing import NamedTuple, TypeAlias
@@ -29,15 +28,6 @@ from .step_state import StepState
 
 # Called with the parameters of a bucket and its buffer, when the buffer is about to be reduced.
 Packed: TypeAlias = Callable[[Sequence[ShardedParameter], Tensor], None]
-
-
-class BucketState(Enum):
-    """The state of a bucket between its first gradient and ``zero_grad``."""
-
-    FILLING = "gradients are coming"
-    REDUCING = "its buffer is being reduced"
-    REDUCED = "its row holds sums over the ranks"
-    STEPPED = "its row holds gradients that a step has used"
 
 
 class Reduction(NamedTuple):
@@ -65,7 +55,8 @@ class Bucket:
     def __init__(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> None:
         self.planned = planned
         self.records = records  # in the row's order; one that no rank used has zeros there
-        self.state = BucketState.FILLING
+        self.started = False  # its buffer is being reduced, or has been
+        self.stepped = False  # a step has used what it holds
         self.missing = len(records)  # gradients that it still waits for
         self.rows: Tensor | None = None  # all ranks' rows, ``[world_size, body]``, in stage 1 before the step
         self.scale: float | Tensor | None = None  # makes the sum averaged and unscaled; None: a fresh reduction's
@@ -94,7 +85,7 @@ class Bucket:
         about = About(self.records, self.planned.position)
         start = partial(lead.split.reduce, reduction.group) if reduction.keeps_row_only else reduction.group.all_reduce
         self.work = start(buffer, self.planned.fp8, about)
-        self.state = BucketState.REDUCING
+        self.started = True
         return all(map(partial(is_not, None), gradients))
 
     def _packed(self, gradients: list[Tensor | None], reduction: Reduction) -> Tensor:
@@ -130,7 +121,7 @@ class Bucket:
     def hold(self, total: Tensor) -> None:
         """Keep a reduced sum on the parameters' device: this rank's row, or all rows."""
         self.rows, self.row = (total, self.own_row(total)) if total.dim() > 1 else (None, total)
-        self.state = BucketState.REDUCED
+        self.stepped = False
 
     def own_row(self, rows: Tensor) -> Tensor:
         """Return this rank's row of ``rows``, ``[body]``; ``[0]`` if another rank owns the bucket."""
@@ -260,10 +251,8 @@ class BucketStore:
         if self._bucket_of is None:
             return True
         bucket = self._bucket_of[index]
-        if bucket is None or bucket.state is not BucketState.FILLING:
-            if record.p32.requires_grad:
-                record.note_waiting()
-            else:  # the caller has frozen it through param_groups, and no later sync would know when it came
+        if bucket is None or bucket.started:
+            if not record.p32.requires_grad:  # frozen through param_groups: no later sync would know when it came
                 record.drop_unreduced()
             return False
         bucket.missing -= waited_for
@@ -280,7 +269,7 @@ class BucketStore:
             self._start(bucket)  # with zeros for what was taken of its gradients: other ranks wait for it
             self._state.failure.defer(error)
         finally:
-            if bucket.state is BucketState.REDUCING:
+            if bucket.started:
                 self.waiting.popleft()
                 self.in_flight.append(bucket)
 

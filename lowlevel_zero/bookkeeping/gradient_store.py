@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..streams import Streams
 from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, BucketState, NewBucket
+from .bucket_store import Bucket, NewBucket
 from .sharded_parameter import Handle, ShardedParameter, follow_edits
 from .shown_gradients import clear_gradients, hide_gradients, retire_handles
 from .step_state import StepState
@@ -114,11 +114,6 @@ class GradientStore:
                 bucket.hold(self._raw(bucket))
         return list(self.buckets)
 
-    @property
-    def has_stepped(self) -> bool:
-        """Return whether there are gradients that a step has used."""
-        return BucketState.STEPPED in [bucket.state for bucket in self.buckets]
-
     def bucket_of(self, record: ShardedParameter) -> Bucket | None:
         """Return the bucket that holds ``g``, or None if there is no ``g``."""
         return self._bucket_of.get(record.index) if record.worked else None
@@ -210,7 +205,7 @@ class GradientStore:
         """
         for bucket, some in self._by_bucket(records).items():
             bucket.hold_for_step(self._averaged_row(bucket))
-            bucket.state = BucketState.REDUCED
+            bucket.stepped = False
             for record in some:
                 start, stop = record.split.span(record.rank)
                 yield record, bucket.part_of(record, bucket.row)[: stop - start]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +77,6 @@ class ShardedParameter:
         fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
         worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
         arrived: a backward has left a gradient in ``p.grad`` that hasn't been reduced.
-        waiting: the ``p.grad`` that was left to wait for a later sync when a gradient came last; None: none was.
         handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
         slice_handle: the handle for ``p32.grad``.
         shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
@@ -99,7 +97,7 @@ class ShardedParameter:
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
         *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
-        *("waiting", "saved_master", "slice_version", "__weakref__"),
+        *("saved_master", "slice_version", "__weakref__"),
     )
 
     def __init__(
@@ -134,7 +132,6 @@ class ShardedParameter:
         self.saved_master: Known | None = None
         self.worked = False
         self.arrived = False
-        self.waiting: ReferenceType[Tensor] | None = None
         self.stepped = False
         self.handle: Handle | None = None
         self.slice_handle: Handle | None = None
@@ -344,18 +341,6 @@ class ShardedParameter:
         except RuntimeError:  # the model has been converted, which the step refuses
             self.p.grad = self.shown = None
 
-    def note_waiting(self) -> None:
-        """Remember the gradient in ``p.grad``, which waits for a later sync."""
-        self.waiting = None if self.p.grad is None else ref(self.p.grad)
-
-    @property
-    def may_be_a_sum(self) -> bool:
-        """Return whether ``p.grad`` may be the sum of an earlier and the latest gradient; True if that isn't known."""
-        gradient = self.p.grad
-        if gradient is None or self.waiting is None:
-            return True
-        return gradient.requires_grad or self.waiting() is gradient  # with a graph the sum is a new tensor
-
     @property
     def unreduced(self) -> Tensor | None:
         """Return the gradient that a backward, or the caller, has left to be reduced, or None."""
@@ -379,7 +364,7 @@ class ShardedParameter:
             raise RuntimeError(
                 f"{self.name}: expected no earlier gradient in p.grad (of no_sync, or of another optimizer's backward) "
                 "while requires_grad of its slice in param_groups is False, found one, which can't be told any more "
-                "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
+                "from what has come now: call optimizer.zero_grad(), not model.zero_grad(), or step before setting it"
             )
 
     def check_gradient(self) -> None:

@@ -153,7 +153,7 @@ class BadNumbers:
         self._packed.clear()
 
     def _found(self, at_hand: bool) -> str:
-        """Describe the parameter, the bucket and the ranks at fault, as gradients or weights tell. All ranks call it."""
+        """Describe parameter, bucket and ranks at fault, as gradients or weights tell. All ranks call it."""
         mine: _Seen = None, set()
         try:
             bad = {record for records, largest in self._packed if not largest.isfinite() for record in records}

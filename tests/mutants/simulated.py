@@ -96,10 +96,9 @@ MADE_ONCE = [
                 BUCKETS,
                 "        except BaseException as error:\n            self._start(bucket)  # with zeros for what "
                 "was taken of its gradients: other ranks wait for it\n            self._state.failure.defer(error)\n"
-                "        finally:\n            if bucket.state is BucketState.REDUCING:\n                "
+                "        finally:\n            if bucket.started:\n                "
                 "self.waiting.popleft()\n",
-                "        finally:\n            self.waiting.popleft()\n            if bucket.state is "
-                "BucketState.REDUCING:\n",
+                "        finally:\n            self.waiting.popleft()\n            if bucket.started:\n",
             ),
         ),
         253,

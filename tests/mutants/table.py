@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "a late gradient is forgotten",
         BUCKETS,
-        "            record.note_waiting()\n",
-        "            record.p.grad = None\n",
+        "            if not record.p32.requires_grad:",
+        "            if True:",
         RECOMPUTATION,
     ),
     Mutant(
