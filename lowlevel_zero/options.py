@@ -35,17 +35,11 @@ _WIDTH = 120  # of a docstring's lines
 
 
 class Takes(NamedTuple):
-    """A check of a value.
+    """A check of a value."""
 
-    Attributes:
-        expected: the value that is expected, in words.
-        types: the types; bool counts as an int only if it is listed.
-        holds: returns whether a value of these types is in the range.
-    """
-
-    expected: str
-    types: tuple[Any, ...]
-    holds: Callable[[Any], bool] = lambda _: True
+    expected: str  # the value that is expected, in words
+    types: tuple[Any, ...]  # bool counts as an int only if it is listed
+    holds: Callable[[Any], bool] = lambda _: True  # returns whether a value of these types is in the range
 
     def __call__(self, name: str, value: object) -> None:
         """Raise ``TypeError`` or ``ValueError`` unless the option ``name`` takes ``value``."""
@@ -86,19 +80,12 @@ _COST = Takes("a callable that returns the cost of a parameter, or None", (Calla
 
 
 class About(NamedTuple):
-    """The meaning, check and keyword of one option.
+    """The meaning, check and keyword of one option."""
 
-    Attributes:
-        text: the meaning of the option.
-        check: raises for a value that it doesn't take.
-        keyword: ColossalAI's keyword for it, of an option in a group; empty: ColossalAI has none.
-        may_differ: ranks may choose different values.
-    """
-
-    text: str
-    check: Takes = SWITCH
-    keyword: str = ""
-    may_differ: bool = False
+    text: str  # the meaning
+    check: Takes = SWITCH  # raises for a value that it doesn't take
+    keyword: str = ""  # ColossalAI's keyword for it, of an option in a group; empty: ColossalAI has none
+    may_differ: bool = False  # ranks may choose different values
 
 
 def option(default: T, text: str, check: Takes = SWITCH, *, keyword: str = "", may_differ: bool = False) -> T:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,22 +36,6 @@ _LEAST_WHOLE = 2**18
 _LEAST_UNITS = 64
 
 
-class Collectives(Protocol):
-    """The collectives of a shard group that a split uses."""
-
-    def reduce_scatter(self, buffer: Tensor, fp8: bool = ..., about: Any = ...) -> Any:
-        """Start summing ``buffer``, ``[size, row]``; each rank gets its row. Communicates."""
-
-    def reduce(self, buffer: Tensor, owner: int, about: Any = ...) -> Any:
-        """Start summing ``buffer``; the rank ``owner`` gets the sum. Communicates."""
-
-    def gather(self, own: Any, rows: Any, fp8: bool = ..., alignment: Any = ..., about: Any = ...) -> Any:
-        """Start filling ``rows`` with every rank's ``own``. Communicates."""
-
-    def broadcast_from(self, owner: int, own: Any, whole: Any, about: Any = ...) -> Any:
-        """Start filling ``whole`` with the ``own`` of the rank ``owner``. Communicates."""
-
-
 @dataclass(frozen=True)
 class EvenSplit:
     """The split of a flat parameter into rows, one for each rank: it is padded to ``[world_size, slice_size]``.
@@ -59,23 +43,16 @@ class EvenSplit:
     Rank ``r`` owns row ``r``. With ``multiple`` 1 this is the split that ``torch.chunk`` makes of the unpadded
     parameter, and so also the layout of a 1-D ``DTensor`` with ``Shard(0)``: the first ranks hold whole slices, the one
     that meets the end a shorter one, those after it nothing but padding.
-
-    Attributes:
-        numel: elements of the parameter, without padding.
-        world_size: ranks that share it.
-        multiple: rows are multiples of this number of elements.
-        slice_size: elements of one row, ``ceil(numel / world_size)`` rounded up to a ``multiple``.
-        owner: the rank that owns all of it; None: each rank owns a row.
     """
 
     by: ClassVar[str] = BY_ELEMENTS
-    owner: ClassVar[None] = None
+    owner: ClassVar[None] = None  # each rank owns a row
     costs: ClassVar[Costs] = ()
 
-    numel: int
-    world_size: int
-    multiple: int = 1
-    slice_size: int = field(init=False)
+    numel: int  # elements of the parameter, without padding
+    world_size: int  # ranks that share it
+    multiple: int = 1  # rows are multiples of this number of elements
+    slice_size: int = field(init=False)  # elements of a row, ``ceil(numel / world_size)`` rounded up to a ``multiple``
 
     def __post_init__(self) -> None:
         if self.numel < 0 or self.world_size < 1:
@@ -114,10 +91,6 @@ class EvenSplit:
         """Return the number of elements of parameters that fill a bucket."""
         return bucket_size
 
-    def size_of(self, rank: int) -> int:
-        """Return the elements of ``rank``'s slice, padding included."""
-        return self.slice_size
-
     def own_row(self, rows: Tensor, rank: int) -> Tensor:
         """Return ``rank``'s row of ``rows``, ``[columns]``."""
         return rows[rank]
@@ -125,10 +98,6 @@ class EvenSplit:
     def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
         """Return ``flat`` itself: the optimizer steps flat slices."""
         return flat
-
-    def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a rank's slice, ``(slice_size,)``."""
-        return (self.slice_size,)
 
     def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole state whose slices the ranks hold: the parameter's."""
@@ -146,12 +115,12 @@ class EvenSplit:
         own[: stop - start] = flatten(whole)[start:stop]
         return own
 
-    def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
+    def reduce(self, group: Any, buffer: Tensor, fp8: bool, about: Any) -> Any:
         """Start a reduce-scatter of a bucket buffer; each rank gets its row. Communicates."""
         return group.reduce_scatter(buffer, fp8, about)
 
     def gather(
-        self, group: Collectives, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
+        self, group: Any, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
     ) -> Any:
         """Start an all-gather of the ranks' slices ``own`` into ``rows``, each ``[rows, s]``. Communicates."""
         return group.gather(own, rows, fp8, row, about)
@@ -163,18 +132,12 @@ class WholeSplit:
 
     A bucket of such parameters has one owner and one row. Its gradients are reduced to the owner, whose optimizer steps
     tensors of the parameters' own shapes, and the owner broadcasts the result.
-
-    Attributes:
-        numel: elements of the parameter.
-        world_size: ranks that share it.
-        owner: the rank that owns it.
-        costs: the measures of it by which owners were dealt out, the cost of its step first.
     """
 
-    numel: int
-    world_size: int
-    owner: int
-    costs: Costs = ()
+    numel: int  # elements of the parameter
+    world_size: int  # ranks that share it
+    owner: int  # the rank that owns it
+    costs: Costs = ()  # the measures of it by which owners were dealt out, the cost of its step first
     by: ClassVar[str] = BY_PARAMETERS
     multiple: ClassVar[int] = 1
     padding: ClassVar[int] = 0
@@ -213,10 +176,6 @@ class WholeSplit:
         """Return the first and one-past-last element of the flat parameter that ``rank`` owns: all or none."""
         return (0, self.numel) if rank == self.owner else (0, 0)
 
-    def size_of(self, rank: int) -> int:
-        """Return the columns of ``rank``'s part: all on the owner, else 0."""
-        return self.slice_size if rank == self.owner else 0
-
     def own_row(self, rows: Tensor, rank: int) -> Tensor:
         """Return ``rank``'s part of ``rows``: all columns on the owner, else an empty tensor."""
         return rows[0] if rank == self.owner else rows[0, :0]
@@ -227,10 +186,6 @@ class WholeSplit:
             return flat
         return torch.as_strided(flat, like.shape, like.stride(), flat.storage_offset())
 
-    def own_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the owner's part of a tensor of this ``shape``: the same."""
-        return tuple(shape)
-
     def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole state of which the owner has this ``shape``: the same."""
         return tuple(shape)
@@ -239,12 +194,12 @@ class WholeSplit:
         """Return all of a whole state: the owner's part."""
         return whole
 
-    def reduce(self, group: Collectives, buffer: Tensor, fp8: bool, about: Any) -> Any:
+    def reduce(self, group: Any, buffer: Tensor, fp8: bool, about: Any) -> Any:
         """Start reducing a bucket buffer to the owner, which gets the sum, ``[row]``; others get ``[0]``."""
         return group.reduce(buffer, self.owner, about)
 
     def gather(
-        self, group: Collectives, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
+        self, group: Any, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
     ) -> Any:
         """Start broadcasting the owner's parameters into ``rows``, each ``[1, numel]``. Communicates."""
         return group.broadcast_from(self.owner, own, [each[0] for each in rows], about)
@@ -257,19 +212,12 @@ Split: TypeAlias = EvenSplit | WholeSplit
 
 
 class Choice(NamedTuple):
-    """The facts that decide the split of one parameter.
+    """The facts that decide the split of one parameter."""
 
-    Attributes:
-        numel: the elements of the parameter.
-        by: "elements" or "parameters".
-        costs: the measures of it by which owners are dealt out, the cost of its step first.
-        multiple: slices by elements are multiples of this number of elements.
-    """
-
-    numel: int
-    by: str
-    costs: Costs = ()
-    multiple: int = 1
+    numel: int  # its elements
+    by: str  # "elements" or "parameters"
+    costs: Costs = ()  # the measures of it by which owners are dealt out, the cost of its step first
+    multiple: int = 1  # slices by elements are multiples of this number of elements
 
 
 def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split] = ()) -> list[Split]:
@@ -326,15 +274,10 @@ def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int,
 
 
 class Owned(NamedTuple):
-    """One rank's share of the parameters that are stepped whole.
+    """One rank's share of the parameters that are stepped whole."""
 
-    Attributes:
-        elements: elements of these parameters.
-        work: the cost of their steps.
-    """
-
-    elements: int = 0
-    work: float = 0.0
+    elements: int = 0  # of these parameters
+    work: float = 0.0  # the cost of their steps
 
 
 def owned_by_rank(splits: Iterable[Split], world_size: int) -> list[Owned]:
@@ -351,16 +294,10 @@ def owned_by_rank(splits: Iterable[Split], world_size: int) -> list[Owned]:
 
 
 class Alignment(NamedTuple):
-    """The units, in elements, of which the width of a buffer row is a multiple.
+    """The units, in elements, of which the width of a buffer row is a multiple."""
 
-    Attributes:
-        short: of a row that is no wider than ``wide``; a power of 2, and less for a short row, so that padding stays
-            below 2%.
-        wide: of a wider one.
-    """
-
-    short: int = 1
-    wide: int = 1
+    short: int = 1  # of a row up to ``wide``; a power of 2, less for a short row, so that padding stays below 2%
+    wide: int = 1  # of a wider one
 
     def padded(self, columns: int) -> int:
         """Return the width of a row that holds ``columns`` elements."""

@@ -52,15 +52,11 @@ class GlobalNorm:
         group: the ranks.
         device: where the norm shall be.
         dtype: in which squares are summed at least; alike on all ranks.
-
-    Attributes:
-        is_empty: this rank has measured no piece.
-        is_judged: the observer of the step has been told of it.
     """
 
     def __init__(self, group: ShardGroup, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.is_empty = True
-        self.is_judged = False
+        self.is_empty = True  # this rank has measured no piece
+        self.is_judged = False  # the observer of the step has been told of it
         self._group = group
         self._device = device
         self._dtype = dtype
@@ -159,14 +155,8 @@ class Stepper:
         optim: the wrapped optimizer.
         parameters: the records of its slices.
         groups: the same by shard group, with their gradients and what gathers them.
-        writes_unused: as the attribute.
-        on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
-
-    Attributes:
         writes_unused: the optimizer may write parameters that have no gradient.
-        skips_by_flag: a flag on the device may tell that a step is to be left out, which the host needn't read. All
-            ranks were built with the same optimizer, so it is the same on all, whatever becomes of their settings.
-        left: parts of the step under way that haven't started their gather; None: a step is about to begin.
+        on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
     """
 
     def __init__(
@@ -181,8 +171,10 @@ class Stepper:
         self._on_host = on_host
         self._optim = optim
         self._groups = groups
+        # A flag on the device may tell that a step is to be left out, which the host needn't read. All ranks were built
+        # with the same optimizer, so it is the same on all, whatever becomes of their settings.
         self.skips_by_flag = is_fused(optim)
-        self.left: deque[Part] | None = None
+        self.left: deque[Part] | None = None  # parts that haven't started their gather; None: a step is about to begin
         self._step_own = OwnedStep(optim, parameters)
         finalize(self, optim.register_step_pre_hook(_refuse_others).remove)
 

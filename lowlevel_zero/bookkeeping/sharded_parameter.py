@@ -60,37 +60,7 @@ class Handle(Tensor):
 
 
 class ShardedParameter:
-    """The record of one parameter: its tensors (see the table above) and its place in the optimizer.
-
-    Attributes:
-        index: place among those of its shard group, in order of registration.
-        name: the model's own name of it, without wrappers, for messages.
-        group: index of its param group.
-        shard_group: index of the shard group whose ranks share it.
-        is_contiguous: ``p`` is, so its elements lie in their own order.
-        is_flat: ``p`` is 1-D.
-        is_empty: ``p`` has no elements, so that nothing of it travels.
-        split: how its elements are shared.
-        short: elements that a bucket buffer wants of its gradient behind those that there are.
-        rank: the rank whose row is ours.
-        communication_dtype: the dtype of its bucket's buffer, or, with ``fp8``, of its sum.
-        fp8: what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that.
-        worked: a rank is known to have had a gradient for it since gradients were last cleared: there is a ``g``.
-        arrived: a backward has left a gradient in ``p.grad`` that hasn't been reduced.
-        handle: what ``p.grad`` is while there is a ``g``, or a bucket is on its way to become that.
-        slice_handle: the handle for ``p32.grad``.
-        shown: the ``handle``, where ``p.grad`` has been made that, and its caller is to leave it; else None.
-        pending: the unreduced gradient that a backward has added to it since, or None.
-        kind: device, dtypes, fp8 and owner; parameters of one bucket have the same.
-        rows: ``padded`` as ``[world_size, s]``, or ``[1, numel]`` where one rank owns it.
-        row: this rank's part of it.
-        view: ``padded`` as ``p`` shows it: of its shape and strides.
-        address: where ``padded`` begins in memory, and ``p`` has to.
-        version: ``p``'s version counter when it was last the same on all ranks; -1: it was moved, or written on some.
-        saved_master: a loaded value for ``p32``; the next step takes its elements that round to ``p``.
-        shares_storage: ``p32`` is over the row itself, not a copy of it.
-        stepped: ``p32`` has been stepped, or loaded, so it may hold more than what rounds to ``p``.
-    """
+    """The record of one parameter: its tensors (see the table above) and its place in the optimizer."""
 
     # Every step looks at each record: so it lies in two or three lines of cache, where a dict would take several more.
     __slots__ = (
@@ -111,32 +81,32 @@ class ShardedParameter:
     ) -> None:
         self.index, self.group, self.name, self.shard_group = position
         self.p = p
-        self.is_contiguous = p.is_contiguous()
+        self.is_contiguous = p.is_contiguous()  # its elements lie in their own order
         self.is_flat = p.dim() == 1
-        self.is_empty = p.numel() == 0
-        self.split = split
-        self.short = split.short
-        self.rank = rank
-        self.communication_dtype = communication_dtype or p.dtype
-        self.fp8 = fp8
+        self.is_empty = p.numel() == 0  # nothing of it travels
+        self.split = split  # how its elements are shared
+        self.short = split.short  # elements that a bucket buffer wants of its gradient behind those that there are
+        self.rank = rank  # whose row is ours
+        self.communication_dtype = communication_dtype or p.dtype  # of its bucket's buffer; with ``fp8``, of its sum
+        self.fp8 = fp8  # what travels of it does so in fp8, so ``p`` is ``p32`` rounded to that
         self.padded = move_to_padded(p, split)
-        self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8, split.owner
-        self.view = torch.as_strided(self.padded, p.shape, p.stride())
-        self.address = p.data_ptr()
-        self.rows = self.padded.view(split.rows, split.padded_numel // split.rows)
-        self.row = split.own_row(self.rows, rank)
+        self.kind = self.padded.device, self.padded.dtype, self.communication_dtype, fp8, split.owner  # one a bucket
+        self.view = torch.as_strided(self.padded, p.shape, p.stride())  # ``padded`` as ``p`` shows it
+        self.address = p.data_ptr()  # where ``padded`` begins in memory, and ``p`` has to
+        self.rows = self.padded.view(split.rows, split.padded_numel // split.rows)  # [world_size, s], or [1, numel]
+        self.row = split.own_row(self.rows, rank)  # this rank's part of it
         self.p32: Tensor = split.shaped(self.row, p)
-        self.shares_storage = True
+        self.shares_storage = True  # ``p32`` is over the row itself, not a copy of it
         self.note_version()
         self.note_slice()
-        self.saved_master: Known | None = None
-        self.worked = False
-        self.arrived = False
-        self.stepped = False
-        self.handle: Handle | None = None
-        self.slice_handle: Handle | None = None
-        self.shown: Tensor | None = None
-        self.pending: Tensor | None = None
+        self.saved_master: Known | None = None  # loaded for ``p32``: the next step takes what rounds to ``p``
+        self.worked = False  # there is a ``g``: since gradients were cleared, a rank is known to have had one for it
+        self.arrived = False  # a backward has left a gradient in ``p.grad`` that hasn't been reduced
+        self.stepped = False  # ``p32`` has been stepped, or loaded, so it may hold more than what rounds to ``p``
+        self.handle: Handle | None = None  # is ``p.grad`` while there is a ``g``, or its bucket is being reduced
+        self.slice_handle: Handle | None = None  # the handle for ``p32.grad``
+        self.shown: Tensor | None = None  # the ``handle``, where ``p.grad`` has been made that; else None
+        self.pending: Tensor | None = None  # the unreduced gradient that a backward has added to it since, or None
 
     @property
     def common_name(self) -> str:
@@ -157,11 +127,8 @@ class ShardedParameter:
         """Make ``p32`` a copy of the row in ``dtype``, or the row itself where dtype, device and fp8 allow it.
 
         It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that. It has
-        ``p``'s own attributes, now and later: some optimizers read a factor of the learning rate there.
-
-        Args:
-            dtype: of ``p32``.
-            on_host: a copy on the host, whatever its dtype.
+        ``p``'s own attributes, now and later: some optimizers read a factor of the learning rate there. ``on_host``: a
+        copy on the host, whatever its dtype.
         """
         device = torch.device("cpu") if on_host else self.row.device
         own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
@@ -223,7 +190,7 @@ class ShardedParameter:
             self.note_slice()
 
     def note_version(self) -> None:
-        """Note that ``p`` has the same values on all ranks now."""
+        """Note that ``p`` has the same values on all ranks now; -1 stands for one that was moved, or differs."""
         self.version = self.p._version
 
     def note_slice(self) -> None:
@@ -245,7 +212,7 @@ class ShardedParameter:
         """Copy values that the caller has written into ``p`` to ``p32``. Doesn't communicate.
 
         Only where ``p`` isn't the rounded ``p32`` any more, so the rest keeps its low bits, and a second call changes
-        nothing. It does not ask whether other ranks have the same ``p``. Raises as ``take_back`` does.
+        nothing. Raises as ``take_back`` does.
         """
         self.take_back()
         self.share_again()
@@ -282,7 +249,7 @@ class ShardedParameter:
             self.version = -1
 
     def load_row(self, own: Tensor, master: Tensor | None) -> None:
-        """Load this rank's row (from ``master`` if dtypes differ) and ``p32``; other rows must be gathered afterwards.
+        """Load this rank's row and ``p32``; other rows must be gathered afterwards.
 
         A row of another dtype than was saved, or that is ``p32`` itself, is made of the ``master``.
         """
