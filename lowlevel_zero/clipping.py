@@ -45,7 +45,9 @@ def clip_grad_norm_(
     sharded, plain = _parted(parameters)
     norms = [optimizer.gradients.norm(records, norm_type) for optimizer, records in sharded.items()]
     own = [p.grad for p in plain if p.grad is not None]
-    norms += [torch.linalg.vector_norm(gradient, norm_type, dtype=_at_least_fp32(gradient)) for gradient in own]
+    for gradient in own:
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        norms.append(torch.linalg.vector_norm(gradient, norm_type, dtype=dtype))
     if not norms:
         return torch.zeros((), device="cpu")
     norm: Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
@@ -65,10 +67,6 @@ def clip_grad_norm_(
         for gradient in own:
             gradient.mul_(factor.to(gradient.device))
     return norm
-
-
-def _at_least_fp32(gradient: Tensor) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, torch.float32)
 
 
 @torch.no_grad()

@@ -81,7 +81,11 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
     group.context.is_shared |= shares > 0
     if not retires:
         return
-    reachable = {_key(each.shard_group): each for each in former if _same_ranks(each.shard_group, group)}
+    reachable = {}
+    for other in former:
+        ranks = other.shard_group
+        if ranks.context.is_alive and set(ranks_of(ranks.group)) == set(ranks_of(group.group)):
+            reachable[ranks.group.group_name, ranks.number] = other  # alike on all of its ranks
     known = group.all_gather_object(list(reachable))
     with together(group, "finish what is under way of a former optimizer"):
         for key in known[0]:
@@ -96,7 +100,7 @@ def _retire(optimizer: ShardedOptimizer, name: str) -> None:
     """Remove everything that ``optimizer`` holds, and make every further use of it raise. Doesn't communicate.
 
     Its hooks, buffers and padded memory go, and its slices with their states. The wrapped optimizer is left without
-    parameters. Doesn't communicate.
+    parameters.
     """
     let_go(optimizer)
     for group in optimizer.optim.param_groups:
@@ -128,13 +132,3 @@ def let_go(optimizer: ShardedOptimizer) -> None:
             group.leave()
     optimizer.streams.join()  # before the memory of sums on the stream beside is used by others
     optimizer.sharded_groups.clear()  # its members refer to the list: such a cycle would wait for the garbage collector
-
-
-def _key(group: ShardGroup) -> str:
-    """Return a text that identifies a shard group, the same on all of its ranks."""
-    return f"{group.group.group_name}, {group.number}"
-
-
-def _same_ranks(one: ShardGroup, other: ShardGroup) -> bool:
-    """Return whether both groups have the same ranks, and ``one`` can still communicate."""
-    return one.context.is_alive and set(ranks_of(one.group)) == set(ranks_of(other.group))

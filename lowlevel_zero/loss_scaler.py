@@ -120,17 +120,6 @@ def _as_number(value: Any) -> Any:
 
 def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scaler's state as numbers; raise if a key is missing or unknown, or a value is out of range."""
-    _check_keys(state_dict)
-    state = dict.fromkeys(_COUNT_KEYS, 0) | {key: _as_number(value) for key, value in state_dict.items()}
-    options = abouts(LossScale)
-    for key, value in state.items():
-        check = _COUNT if key in _COUNT_KEYS else options["initial_scale" if key == "scale" else key].check
-        check(f"{key} of the loss scaler's state", value)
-    return state
-
-
-def _check_keys(state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless a loss scaler's state has all keys that it needs and no unknown ones."""
     missing = [key for key in _NEEDED_KEYS if key not in state_dict]
     unknown = [key for key in state_dict if key not in (*_NEEDED_KEYS, *_COUNT_KEYS)]
     if missing or unknown:
@@ -138,3 +127,9 @@ def _check_keys(state_dict: Mapping[str, Any]) -> None:
             f"expected a loss scaler's state with the keys {list(_NEEDED_KEYS)} and, optionally, "
             f"{list(_COUNT_KEYS)}; missing: {missing}, unknown: {unknown}"
         )
+    state = dict.fromkeys(_COUNT_KEYS, 0) | {key: _as_number(value) for key, value in state_dict.items()}
+    options = abouts(LossScale)
+    for key, value in state.items():
+        check = _COUNT if key in _COUNT_KEYS else options["initial_scale" if key == "scale" else key].check
+        check(f"{key} of the loss scaler's state", value)
+    return state

@@ -197,37 +197,27 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """Create the parts of a step over slices taken before, and register hooks and itself. Doesn't communicate."""
         super().__init__(optimizer)
         _leave_to_python()
-        self.model = model
-        self.device = self.sharded_parameters.records[0].padded.device
+        self.model, self._warned = model, False
+        parameters, options, ranks = self.sharded_parameters, self.options, self.shard_group
+        self.device = parameters.records[0].padded.device
         self.streams = streams_of([self.device])
-        self._make_state()
-        self._warned = False
-        self._guard = Guard(optimizer, self.sharded_parameters, model, self.step_state, self.streams)
+        half = any(record.p.dtype == torch.float16 for record in parameters)
+        self.scaler = LossScaler(options.loss_scale, self.device) if half else None
+        self.step_state = state = StepState(options.communication.factor_of_sums(ranks.ranks), self.scaler)
+        self._guard = Guard(optimizer, parameters, model, state, self.streams)
         self._settings = Settings(optimizer)
-        self._untrained = Untrained(model, self.sharded_parameters, alive)
-        self._make_groups()
-        ranks = self.sharded_parameters.shard_groups
-        self.calls = Calls(self.sharded_groups, ranks, self._guard, self.step_state, self.streams)
-        self.gradients = OptimizerGradients(self.sharded_groups, self.shard_group, self.calls, self.step_state)
-        make_handles(self.sharded_parameters, self.gradients)
-        carry_overrides(self.optim, self.sharded_parameters)
-        self._stepper = Stepper(
-            self.optim, self.sharded_parameters, self.sharded_groups, writes_unused, self.options.cpu_offload
-        )
-        register(self)
-
-    def _make_state(self) -> None:
-        """Create the loss scaler, if a parameter is fp16, and the state of the step."""
-        half = any(record.p.dtype == torch.float16 for record in self.sharded_parameters)
-        self.scaler = LossScaler(self.options.loss_scale, self.device) if half else None
-        self.step_state = StepState(self.options.communication.factor_of_sums(self.shard_group.ranks), self.scaler)
-
-    def _make_groups(self) -> None:
-        """Create the parts that reduce, keep and gather gradients, for each shard group."""
-        self.sharded_groups = []
-        self._observer = BadNumbers(self.sharded_parameters, self.sharded_groups, self.options, self.scaler)
-        self._stepping = StepOnHost(self.streams) if self.options.cpu_offload else StepOnDevice()
+        self._untrained = Untrained(model, parameters, alive)
+        groups: list[ShardedGroup] = []
+        self.sharded_groups = groups
+        self._observer = BadNumbers(parameters, groups, options, self.scaler)
+        self._stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._extend_groups()
+        self.calls = Calls(groups, parameters.shard_groups, self._guard, state, self.streams)
+        self.gradients = OptimizerGradients(groups, ranks, self.calls, state)
+        make_handles(parameters, self.gradients)
+        carry_overrides(optimizer, parameters)
+        self._stepper = Stepper(optimizer, parameters, groups, writes_unused, options.cpu_offload)
+        register(self)
 
     def _extend_groups(self) -> None:
         """Add new records to the plans and hooks of their shard groups, and create new groups."""
@@ -561,11 +551,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             if p.grad is not None:
                 record = self.sharded_parameters.find(p)
                 if record is None or p.grad is not record.shown:
-                    if p.grad.grad_fn is not None:
-                        p.grad.detach_()
-                    else:
-                        p.grad.requires_grad_(False)  # a view can't be detached
-                    p.grad.zero_()
+                    p.grad = p.grad.detach().zero_()  # in place: it may be a view of a caller's buffer
         if type(self.optim).zero_grad is not Optimizer.zero_grad:
             self.optim.zero_grad(set_to_none)
 

@@ -99,7 +99,8 @@ class Reducer:
 
     def plan_state(self) -> PlanState | None:
         """Return the learnt order and what goes with it, to be saved; None: no step has been taken yet."""
-        return self.plan.state(self._buckets.repeats, self._unused.detecting) if self.plan.known else None
+        plan, repeats = self.plan, list(self._buckets.repeats)
+        return PlanState(plan.order, plan.came, repeats, self._unused.detecting) if plan.known else None
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Follow another run's bucket plan, or a new one; parameters count as whole. Gradients must be cleared."""
@@ -190,14 +191,14 @@ class Reducer:
             if not running:
                 self._refuse_unscaled(record)
             if of_another and self._state.syncs and not (self._buckets.is_open or self._state in running):
-                self._keep_until_all_agree(record)
+                self._keep_until_all_agree()
                 return False
             self._state.complete = False
             return False
         if not self._buckets.is_open and not self._begin_plain(record):
             return False
         if not running:
-            self._watch_graph_task(record)
+            self._watch_graph_task()
         return True
 
     def _begin_plain(self, record: ShardedParameter) -> bool:
@@ -208,7 +209,7 @@ class Reducer:
         try:
             self._check_plain(record)
             if self._number > 0 or not self._state.is_alone or self.syncs.shares_order or self.syncs.put_off:
-                self._keep_until_all_agree(record)
+                self._keep_until_all_agree()
                 return False
             self.syncs.may_be_alone = True
             self._follow_callers()
@@ -242,31 +243,26 @@ class Reducer:
             self._state.failure.note(error, Damage.GRADIENTS)
             raise error
 
-    def _keep_until_all_agree(self, record: ShardedParameter) -> None:
+    def _keep_until_all_agree(self) -> None:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call.
 
         With other optimizers, or further shard groups, they would start reductions in different orders.
         """
-        if self._watch_graph_task(record):
+        if self._watch_graph_task():
             self._follow_callers()
         self._keeps_some = True
         self._state.complete = False
 
-    def _watch_graph_task(self, record: ShardedParameter) -> bool:
-        """Register a callback for the end of the running backward; return whether it is a new one."""
+    def _watch_graph_task(self) -> bool:
+        """Let the sync be closed at the end of the running backward; return whether this is a new one."""
         task = torch._C._current_graph_task_id()
         if task == self._graph_task:
             return False
-        self._group.progress.check_process(f"the backward of {record.name}")
-        self._close_with(task)
-        return True
-
-    def _close_with(self, task: int) -> None:
-        """Let the sync be closed at the end of a running backward."""
         self._graph_task = task
         if task not in self._running:
             self._running.add(task)
             Variable._execution_engine.queue_callback(partial(self._graph_task_ended, task))
+        return True
 
     def _graph_task_ended(self, task: int) -> None:
         """Close the sync of a plain backward that has ended; of one nested in another, close it with the other one.
@@ -291,7 +287,7 @@ class Reducer:
         _remove(hooks)
         self = reducer()
         if self is not None and (self._buckets.is_open or self._keeps_some):
-            self._close_with(torch._C._current_graph_task_id())
+            self._watch_graph_task()
 
     def _show_kept(self) -> None:
         """Show sharded gradients in ``p.grad``, with unreduced ones pending, until the ranks agree."""
@@ -380,7 +376,7 @@ class Reducer:
     def finish(self, call: Call) -> None:
         """Complete every record's ``g`` on all ranks; parameters that no rank used get none. Communicates.
 
-        Communicates: all ranks call it. May be called again; it then finds nothing to do.
+        May be called again; it then finds nothing to do.
 
         Raises:
             Exception: the ``call``'s error, or that of another rank's; nothing has been done then.
@@ -478,8 +474,8 @@ class Reducer:
     def discard(self, call: Call) -> None:
         """Finish all reductions for ``zero_grad``, and count syncs from 0 again. Communicates.
 
-        Communicates: any rank may have run a plain backward alone. Gradients that become zeros are stepped, so the
-        ranks must have dropped the same ones before.
+        Any rank may have run a plain backward alone. Gradients that become zeros are stepped, so the ranks must have
+        dropped the same ones before.
         """
         # Where gradients become None, whatever has been cleared is cleared with the others.
         self.agree_on_syncs(call, touched=() if call.name == "zero_grad" else None)

@@ -69,7 +69,7 @@ class GlobalNorm:
     def measure(self, pieces: Iterable[Tensor], scale: float | Tensor = 1.0) -> None:
         """Measure this rank's pieces, and start summing their squares over the ranks. Communicates, once.
 
-        Communicates one number: all ranks call it, once. The norm is multiplied by ``scale``.
+        All ranks call it. The norm is multiplied by ``scale``.
         """
         self._scale = scale
         norms: list[Tensor] = []
@@ -182,8 +182,8 @@ class Stepper:
     def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
         """Step and gather all parameters that worked, part by part if the optimizer allows it. Communicates.
 
-        Communicates: all ranks gather the same parts. Where no parameter has a gradient, an optimizer that may count
-        its steps steps all the same.
+        All ranks gather the same parts. Where no parameter has a gradient, an optimizer that may count its steps steps
+        all the same.
 
         Args:
             factor: multiplies sums, which are averaged, unscaled and clipped then.

@@ -12,7 +12,7 @@ order of registration first, then the order of rank 0's first backward.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -89,10 +89,7 @@ def completed(came: Sequence[int], count: int) -> list[int]:
 
 
 def narrowed(plan: BucketPlan, used: Sequence[int], alignments: Sequence[Alignment]) -> BucketPlan:
-    """Return ``plan`` without the parameters that no rank uses, which have 0 in ``used``.
-
-    Buckets that become empty are left out.
-    """
+    """Return ``plan`` without the parameters that no rank uses, which have 0 in ``used``, and without empty buckets."""
     buckets: list[PlannedBucket] = []
     for bucket in plan.buckets:
         kept = [(index, size) for index, size in zip(bucket.members, bucket.sizes, strict=True) if used[index]]
@@ -174,10 +171,6 @@ class LearntPlan:
         self.order = list(order)
         self.came = came
 
-    def state(self, repeats: Iterable[int], detecting: bool) -> PlanState:
-        """Return what must be saved of a known order. Doesn't communicate."""
-        return PlanState(self.order, self.came, list(repeats), detecting)
-
     def saw(self, arrivals: Sequence[int]) -> None:
         """Note the order in which a sync's gradients came; only the first call of a run counts."""
         if self._first is None:
@@ -192,18 +185,15 @@ class LearntPlan:
         self.known = True
 
     def follow(self, detecting: bool) -> None:
-        """Fill buckets in the known order; ``detecting``: gradients that didn't come are placed among the others.
+        """Group all parameters into buckets, in the known order.
 
-        What didn't come takes its place among the others if it is known beforehand when it will; else it is last.
+        What didn't come takes its place among the others if it is known beforehand when it will, by ``detecting``; else
+        it is last.
         """
         count = len(self._records)
-        if not self.known:
-            self.fill(list(reversed(range(count))))
-        else:
-            self.fill(completed(self.order[: self.came], count) if detecting else self.order)
-
-    def fill(self, order: Sequence[int]) -> None:
-        """Group all parameters into buckets in this order."""
+        order: Sequence[int] = self.order if self.known else range(count)[::-1]
+        if self.known and detecting:
+            order = completed(self.order[: self.came], count)
         self._alignments = [alignment_of(record.communication_dtype, self._wide_rows) for record in self._records]
         items = [
             Item(record.split, record.kind, record.communication_dtype == record.p.dtype, record.fp8, alignment)

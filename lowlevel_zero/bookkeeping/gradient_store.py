@@ -105,8 +105,7 @@ class GradientStore:
     def sums(self) -> list[Bucket]:
         """Return the buckets with gradients; scaled ones get their plain sums back, and lose other ranks' rows.
 
-        A bucket that has been scaled lets go of other ranks' rows: to multiply them too would take ``world_size`` times
-        as long.
+        To multiply these too would take ``world_size`` times as long.
         """
         for bucket in self.buckets:
             if bucket.scale is not None:
@@ -199,10 +198,7 @@ class GradientStore:
                 own.copy_(torch.where(before.isfinite(), own, before))
 
     def _edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Yield each record that has a gradient, with its averaged, unscaled slice to write; drop other ranks' rows.
-
-        Others' rows are let go: to edit them too would take ``world_size`` times as long.
-        """
+        """Yield each record that has a gradient, with its averaged, unscaled slice to write; drop other ranks' rows."""
         for bucket, some in self._by_bucket(records).items():
             bucket.hold_for_step(self._averaged_row(bucket))
             bucket.stepped = False
@@ -295,11 +291,7 @@ class GradientStore:
     # ---- who had one ----
 
     def resolve(self, present: Sequence[int]) -> None:
-        """Mark parameters that some rank used as worked, and drop all other parameters' gradients.
-
-        Args:
-            present: the presence map: by index, not 0 where some rank had a gradient.
-        """
+        """Mark parameters that some rank used, by the presence map, as worked, and drop the others' gradients."""
         told = [record for record in self._records if record.shown is not None or record.index in self._bucket_of]
         unknown = [record for record in told if not record.worked]
         for record in unknown:

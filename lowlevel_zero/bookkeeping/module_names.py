@@ -28,22 +28,22 @@ _WRAPPERS = {
 
 
 class NamedModule(NamedTuple):
-    """A module of a model, with its name along one of the paths to it.
+    """A module of a model, with its name along one of the paths to it."""
 
-    Attributes:
-        name: its own name; empty for the model, and for what wrappers around that hold.
-        key: what its entries in ``model.state_dict()`` begin with; activation checkpointing leaves itself out there.
-        module: the module; a wrapper has the name of the module that it wraps.
-    """
-
-    name: str
-    key: str
-    module: nn.Module
+    name: str  # its own; empty for the model, and for what wrappers around that hold
+    key: str  # what its entries in ``model.state_dict()`` begin with; activation checkpointing leaves itself out there
+    module: nn.Module  # a wrapper has the name of the module that it wraps
 
 
-def named_modules(model: nn.Module) -> Iterator[NamedModule]:
-    """Yield every module of ``model``, by every path to it; wrappers don't add to names."""
-    return _named_modules(NamedModule("", "", model))
+def named_modules(model: nn.Module, name: str = "", key: str = "") -> Iterator[NamedModule]:
+    """Yield every module of ``model``, by every path to it, depth first; wrappers don't add to names."""
+    yield NamedModule(name, key, model)
+    inside = _attribute_of(model)
+    for attribute, child in model._modules.items():
+        if child is not None:
+            own_name = name if attribute == inside else joined(name, attribute)
+            own_key = key if attribute == inside == _CHECKPOINTED else joined(key, attribute)
+            yield from named_modules(child, own_name, own_key)
 
 
 def named_tensors(model: nn.Module, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -109,17 +109,6 @@ def matched(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
 def joined(path: str, name: str) -> str:
     """Return the full name of the entry ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
-
-
-def _named_modules(named: NamedModule) -> Iterator[NamedModule]:
-    """Yield a module and all modules in it, depth first; wrappers leave no trace in their names."""
-    yield named
-    inside = _attribute_of(named.module)
-    for attribute, child in named.module._modules.items():
-        if child is not None:
-            name = named.name if attribute == inside else joined(named.name, attribute)
-            key = named.key if attribute == inside == _CHECKPOINTED else joined(named.key, attribute)
-            yield from _named_modules(NamedModule(name, key, child))
 
 
 def _attribute_of(module: nn.Module) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -10,33 +11,25 @@ from ..communication.shard_group import ShardGroup
 from .sharded_parameter import ShardedParameter
 
 
+@dataclass(eq=False)
 class ParameterStore:
     """The records of an optimizer's parameters, and the parameters of its groups as the caller gave them.
 
     There is one shard group, or, with experts, several: the first is all data-parallel ranks, and each rank belongs to
     one group of every index.
-
-    Args:
-        shard_groups: the ranks that share parameters.
-        shard_group_of: the shard groups' indices of tensors that aren't of the first.
-
-    Attributes:
-        records: the trainable parameters, in order of registration; empty ones included.
-        by_shard_group: the same by shard group; a record's ``index`` is its place there.
-        groups: each param group's parameters, frozen ones included: the order a state dict counts in.
-        slices: each param group's master slices.
-        frozen: parameters that have no record, since they were frozen when their group came.
     """
 
-    def __init__(self, shard_groups: Sequence[ShardGroup], shard_group_of: Mapping[Tensor, int] | None = None) -> None:
-        self.shard_groups = shard_groups
-        self._shard_group_of = shard_group_of or {}
-        self.records: list[ShardedParameter] = []
-        self.by_shard_group: list[list[ShardedParameter]] = [[] for _ in shard_groups]
-        self.groups: list[list[nn.Parameter]] = []
-        self.slices: list[list[Tensor]] = []
-        self.frozen: list[nn.Parameter] = []
-        self._record_of: dict[Tensor, ShardedParameter] = {}  # by parameter, and by slice
+    shard_groups: Sequence[ShardGroup]  # the ranks that share parameters
+    _shard_group_of: Mapping[Tensor, int]  # the shard groups' indices of tensors that aren't of the first
+    records: list[ShardedParameter] = field(default_factory=list)  # the trainable ones, in order of registration
+    groups: list[list[nn.Parameter]] = field(default_factory=list)  # frozen ones too: the order a state dict counts in
+    slices: list[list[Tensor]] = field(default_factory=list)  # each param group's master slices
+    frozen: list[nn.Parameter] = field(default_factory=list)  # without a record, as they were when their group came
+    _record_of: dict[Tensor, ShardedParameter] = field(default_factory=dict)  # by parameter, and by slice
+
+    def __post_init__(self) -> None:
+        # A record's ``index`` is its place in the list of its shard group.
+        self.by_shard_group: list[list[ShardedParameter]] = [[] for _ in self.shard_groups]
 
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self.records)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -59,19 +59,13 @@ def move_onto(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
 
 def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
     """Return the places of two different parameters that share memory, or None."""
-    spans = sorted(_memory_spans(parameters))
+    memory = [(*memory_of(p), place) for place, p in enumerate(parameters)]
+    # Without those whose own elements overlap, or leave gaps.
+    spans = sorted(span for span in memory if span[1] - span[0] == parameters[span[2]].nbytes)
     for (_, stop, one), (start, _, other) in pairwise(spans):
         if start < stop:
             return (one, other) if one < other else (other, one)
     return None
-
-
-def _memory_spans(parameters: Iterable[Tensor]) -> Iterator[tuple[int, int, int]]:
-    """Yield where each parameter's memory starts and stops, and its index, unless elements overlap or leave gaps."""
-    for place, p in enumerate(parameters):
-        start, stop = memory_of(p)
-        if stop - start == p.nbytes:
-            yield start, stop, place
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:

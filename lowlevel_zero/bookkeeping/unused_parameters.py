@@ -26,8 +26,6 @@ from torch.autograd.graph import Node
 from ..communication.work import Work
 from .parameter_store import ParameterStore
 
-# A message: whether its sender has lacked a gradient in this step; and a byte a parameter.
-_MAP = 1
 # The class of the graph's nodes that accumulate into ``p.grad``.
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
@@ -38,20 +36,16 @@ class UnusedParameters:
     Args:
         parameters: the records.
         number: index of the shard group that it is about.
-
-    Attributes:
-        detecting: ``optimizer.backward`` looks at the graph first; changes between steps alone, on all ranks alike.
-        lacked: an ``optimizer.backward`` of this step gave some parameter no gradient, here or on a rank heard of.
     """
 
-    def __init__(self, parameters: ParameterStore, number: int = 0) -> None:
+    def __init__(self, parameters: ParameterStore, number: int) -> None:
         self._parameters = parameters
         self._number = number
         self._records = parameters.by_shard_group[number]
         self._group = parameters.shard_groups[number]
         self._learnt: set[int] = set()
-        self.detecting = False
-        self.lacked = False
+        self.detecting = False  # ``optimizer.backward`` looks at the graph; changes between steps, on all ranks alike
+        self.lacked = False  # an ``optimizer.backward`` of this step gave some parameter no gradient, here or elsewhere
 
     # ---- this rank's gradients ----
 
@@ -87,13 +81,13 @@ class UnusedParameters:
         return self._exchange(bytearray([record.worked for record in self._records]))
 
     def _exchange(self, used: bytearray) -> Work[bytes]:
-        """Start the maximum over the ranks of ``used``, and of the flag that a gradient was missing. Communicates."""
+        """Start the maximum over the ranks of a flag, that a gradient was missing, and of ``used``. Communicates."""
         buffer = bytearray((self.lacked,)) + used
 
         def read(maxima: Tensor) -> bytes:
             of_any = bytes(maxima.tolist())
             self.lacked |= bool(of_any[0])
-            return of_any[_MAP:]
+            return of_any[1:]
 
         return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
 
