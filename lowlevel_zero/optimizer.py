@@ -411,7 +411,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """Return a ``GlobalNorm`` over all ranks, in fp64 if experts may be fp64, else in fp32."""
         several = len(self.sharded_parameters.shard_groups) > 1
         double = several and any(record.communication_dtype == torch.float64 for record in self.sharded_parameters)
-        return GlobalNorm(self.shard_group, self.device, dtype=torch.float64 if double else torch.float32)
+        return GlobalNorm(self.shard_group, self.device, torch.float64 if double else torch.float32)
 
     # ---- step: norm, clip, step the slices, gather them ----
 

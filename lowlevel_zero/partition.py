@@ -245,8 +245,6 @@ def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int,
     its size, and the largest of a rank's shares is what the rank has. So every measure is level at once. With one
     measure the fullest rank has at most 4/3 of the least possible (Graham, 1969).
 
-    The result is the same on every rank that gives the same costs.
-
     Args:
         costs: the measures of each item, in any units; each item has as many.
         world_size: ranks that share the items.

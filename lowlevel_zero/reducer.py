@@ -22,6 +22,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import ReferenceType, finalize, ref
 
@@ -46,45 +47,30 @@ _BACKWARDS = Alike(
 )
 
 
+@dataclass(eq=False, repr=False)
 class Reducer:
-    """Turns the gradients of backwards into each record's ``g``, for one shard group.
+    """Turns the gradients of backwards into each record's ``g``, for one shard group."""
 
-    Args:
-        number: index of the shard group.
-        group: the ranks that share the parameters.
-        records: the parameters, by index.
-        syncs: carry gradients.
-        overlaps: reductions start during a backward.
-        state: of the optimizer's step.
-    """
+    _number: int  # index of the shard group
+    _group: ShardGroup  # the ranks that share the parameters
+    _records: Sequence[ShardedParameter]  # the parameters, by index
+    syncs: GradientSyncs  # carry gradients
+    _overlaps: bool  # reductions start during a backward
+    _state: StepState  # of the optimizer's step
+    has_lacked: bool = False  # a step has lacked a gradient of some parameter on some rank
+    _hooks: list[RemovableHandle] = field(default_factory=list)
+    _keeps_some: bool = False  # gradients of plain backwards, until the ranks agree
+    _dropped: list[tuple[int, str]] = field(default_factory=list)  # parameters, and when; the ranks compare them
+    _edited: Counter[str] = field(default_factory=Counter)  # edits of gradients, which the ranks compare
+    _graph_task: int = -1
+    _running: set[int] = field(default_factory=set)  # plain backwards that have begun, and haven't come to their end
 
-    def __init__(
-        self,
-        number: int,
-        group: ShardGroup,
-        records: Sequence[ShardedParameter],
-        syncs: GradientSyncs,
-        overlaps: bool,
-        state: StepState,
-    ) -> None:
-        self._number = number
-        self._group = group
-        self._records = records
-        self.syncs = syncs
-        self.plan, self._unused = syncs.plan, syncs.unused
-        self._gradients, self._buckets = syncs.gradients, syncs.buckets
-        self._streams = syncs.buckets.streams
-        self._overlaps = overlaps
-        self._state = state
-        self._hooks: list[RemovableHandle] = []
+    def __post_init__(self) -> None:
+        self.plan, self._unused = self.syncs.plan, self.syncs.unused
+        self._gradients, self._buckets = self.syncs.gradients, self.syncs.buckets
+        self._streams = self._buckets.streams
         self.remove_hooks = finalize(self, _remove, self._hooks)  # leaves the parameters as they were before
-        self._keeps_some = False  # gradients of plain backwards, until the ranks agree
-        self._dropped: list[tuple[int, str]] = []  # parameters, and when, that the ranks are to agree on
-        self._edited: Counter[str] = Counter()  # edits of gradients that the ranks are to agree on
-        self.has_lacked = False  # a step has lacked a gradient of some parameter on some rank
-        self._graph_task = -1
-        self._running: set[int] = set()  # the plain backwards that have begun, and haven't come to their end
-        self._warned = number > 0 or group.group_rank > 0
+        self._warned = self._number > 0 or self._group.group_rank > 0
         self.extend()
 
     # ---- set up once, and again when parameters are added ----

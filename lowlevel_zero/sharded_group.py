@@ -28,8 +28,8 @@ class ShardedGroup:
     Args:
         number: its place among the shard groups; 0 is that of all data-parallel ranks.
         parameters: the records.
-        options: the options of the optimizer.
-        streams: the device's streams, on which everything happens.
+        options: those of the optimizer.
+        streams: the device's, on which everything happens.
         stepping: says whether shards and masters are on the device or on the host.
         state: of the optimizer's step.
         packed: is called with each bucket buffer that is about to be reduced.

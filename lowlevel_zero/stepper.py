@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from itertools import chain
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -41,30 +42,25 @@ _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiab
 _stepping: set[Optimizer] = set()  # the wrapped optimizers that their steppers step now
 
 
+@dataclass(eq=False, repr=False)
 class GlobalNorm:
     """The L2 norm of all gradients: each rank measures its slices, and squares are summed over the ranks.
 
     It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times a scale. An element that is
     inf or NaN on any rank makes it so on all. Squares are summed in the order of the pieces. Nothing here waits for a
     device.
-
-    Args:
-        group: the ranks.
-        device: where the norm shall be.
-        dtype: in which squares are summed at least; alike on all ranks.
     """
 
-    def __init__(self, group: ShardGroup, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.is_empty = True  # this rank has measured no piece
-        self.is_judged = False  # the observer of the step has been told of it
-        self._group = group
-        self._device = device
-        self._dtype = dtype
-        self._scale: float | Tensor = 1.0
-        self._started = False
-        self._pending: Work[Tensor] | None = None
-        self._total: Tensor | None = None  # the sum of squares
-        self._value: Tensor | None = None
+    _group: ShardGroup  # the ranks
+    _device: torch.device  # where the norm shall be
+    _dtype: torch.dtype = torch.float32  # in which squares are summed at least; alike on all ranks
+    is_empty: bool = True  # this rank has measured no piece
+    is_judged: bool = False  # the observer of the step has been told of it
+    _scale: float | Tensor = 1.0
+    _started: bool = False
+    _pending: Work[Tensor] | None = None
+    _total: Tensor | None = None  # the sum of squares
+    _value: Tensor | None = None
 
     def measure(self, pieces: Iterable[Tensor], scale: float | Tensor = 1.0) -> None:
         """Measure this rank's pieces, and start summing their squares over the ranks. Communicates, once.
@@ -148,35 +144,23 @@ def is_fused(optim: Optimizer) -> bool:
     return type(optim) in _FUSED and all(map(methodcaller("get", "fused"), optim.param_groups))
 
 
+@dataclass(eq=False, repr=False)
 class Stepper:
-    """Gives slices their gradients, steps them, and starts their gathers.
+    """Gives slices their gradients, steps them, and starts their gathers."""
 
-    Args:
-        optim: the wrapped optimizer.
-        parameters: the records of its slices.
-        groups: the same by shard group, with their gradients and what gathers them.
-        writes_unused: the optimizer may write parameters that have no gradient.
-        on_host: slices and their gradients have been brought there: Adam is fused if its user left that open.
-    """
+    _optim: Optimizer  # the wrapped one
+    _parameters: ParameterStore  # the records of its slices
+    _groups: Iterable[ShardedGroup]  # the same by shard group, with their gradients and what gathers them
+    writes_unused: bool  # the optimizer may write parameters that have no gradient
+    _on_host: bool  # slices and gradients have been brought there: Adam is fused if its user left that open
+    left: deque[Part] | None = None  # parts that haven't started their gather; None: a step is about to begin
 
-    def __init__(
-        self,
-        optim: Optimizer,
-        parameters: ParameterStore,
-        groups: Iterable[ShardedGroup],
-        writes_unused: bool,
-        on_host: bool = False,
-    ) -> None:
-        self.writes_unused = writes_unused
-        self._on_host = on_host
-        self._optim = optim
-        self._groups = groups
+    def __post_init__(self) -> None:
         # A flag on the device may tell that a step is to be left out, which the host needn't read. All ranks were built
         # with the same optimizer, so it is the same on all, whatever becomes of their settings.
-        self.skips_by_flag = is_fused(optim)
-        self.left: deque[Part] | None = None  # parts that haven't started their gather; None: a step is about to begin
-        self._step_own = OwnedStep(optim, parameters)
-        finalize(self, optim.register_step_pre_hook(_refuse_others).remove)
+        self.skips_by_flag = is_fused(self._optim)
+        self._step_own = OwnedStep(self._optim, self._parameters)
+        finalize(self, self._optim.register_step_pre_hook(_refuse_others).remove)
 
     @_disable_dynamo  # which would compile the wrapped optimizer anew for each part
     def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
@@ -270,16 +254,13 @@ class Stepper:
         buckets = group.gradients.sums()
         ordered = buckets if self._on_host else buckets[::-1]
         parts = in_parts([(bucket.records[0].kind, bucket.planned.body, bucket) for bucket in ordered])
+        written = group.records if self.writes_unused else ()
+        rest = [record for record in written if not (record.worked or record.is_empty)]
+        unused = [(record.kind, record.split.slice_size, record) for record in rest]
         return [
             *(Part(group, part, [each for bucket in part for each in bucket.records if each.worked]) for part in parts),
-            *(Part(group, [], part) for part in in_parts(self._written_besides(group))),
+            *(Part(group, [], part) for part in in_parts(unused)),
         ]
-
-    def _written_besides(self, group: ShardedGroup) -> Iterator[tuple[Any, int, ShardedParameter]]:
-        """Yield the parameters without gradients, if the optimizer may write them, with kinds and slice sizes."""
-        unused = (record for record in group.records if not (record.worked or record.is_empty))
-        if self.writes_unused:
-            yield from ((record.kind, record.split.slice_size, record) for record in unused)
 
     def assign_gradients(
         self, bucket: Bucket, factor: float | Tensor, by_optimizer: bool, keeps_sums: bool = False

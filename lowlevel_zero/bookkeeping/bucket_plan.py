@@ -149,7 +149,7 @@ class PlanState(NamedTuple):
     detecting: bool  # unused parameters are being detected
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LearntPlan:
     """The bucket plan in force: reverse registration order first, then the order of rank 0's first backward."""
 

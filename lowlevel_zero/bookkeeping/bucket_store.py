@@ -183,7 +183,7 @@ class StepOnDevice:
         return masters
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BucketStore:
     """The buckets of the open gradient sync, and those whose reduction is under way.
 

@@ -44,7 +44,7 @@ def in_parts(items: Iterable[tuple[Hashable, int, T]]) -> Iterator[list[T]]:
         yield part
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Gather:
     """Parameters that were stepped together, while their rows are gathered."""
 
@@ -96,7 +96,7 @@ class Gather:
         self._written = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GatherStore:
     """Starts and finishes the gathers of one shard group, in order."""
 

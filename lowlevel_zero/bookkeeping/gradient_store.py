@@ -21,7 +21,7 @@ from .step_state import StepState
 Edit: TypeAlias = Callable[[Tensor], object]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GradientStore:
     """Keeps reduced gradients by bucket: summed over ranks and micro-batches, and times the loss scale.
 

@@ -31,7 +31,7 @@ from .unused_parameters import UnusedParameters
 _PATIENCE = 1.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GradientSyncs:
     """Opens, closes and finishes the syncs of one shard group."""
 

@@ -11,7 +11,7 @@ from ..communication.shard_group import ShardGroup
 from .sharded_parameter import ShardedParameter
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ParameterStore:
     """The records of an optimizer's parameters, and the parameters of its groups as the caller gave them.
 

@@ -76,7 +76,7 @@ class Failure:
         return None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StepState:
     """The phase and the failure of one optimizer's coming step, shared by its shard groups."""
 
