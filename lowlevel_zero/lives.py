@@ -62,12 +62,8 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
     Ranks collect garbage at different times, so one rank may still have an optimizer that is gone on another. The ranks
     compare, and finish together what is under way of each optimizer that all of them have. What is under way of others
     is left to travel, as when an optimizer is deleted. They also find out whether a rank has another optimizer over the
-    same process group, which is not retired: from now on several share it.
-
-    Args:
-        params: the parameters that a new optimizer is about to train.
-        names: their names, for the errors that a retired optimizer raises.
-        group: the ranks of the new optimizer.
+    same process group, which is not retired: from now on several share it. ``names``: of the parameters, for the errors
+    that a retired optimizer raises.
     """
     former: dict[ShardedOptimizer, str] = {}
     for other in alive().values():

@@ -437,7 +437,10 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
                 loss = closure()
         if not self.step_state.syncs:
             return loss
-        call = self._enter_step()
+        call = self.calls.enter("step")
+        others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
+        settings = self._settings.at(self.shard_group.progress.step, others)
+        call = call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
         norm, self._stepper.left = self._new_norm(), None
         with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
@@ -454,13 +457,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if verify_every and self.shard_group.progress.step % verify_every == 0:
             self._verify()
         return loss
-
-    def _enter_step(self) -> Call:
-        """Check that a step may begin, finish gathers, and return the step's call for the ranks to compare."""
-        call = self.calls.enter("step")
-        others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
-        settings = self._settings.at(self.shard_group.progress.step, others)
-        return call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
 
     def _take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
         """Measure, clip and unscale the gradients, and step and gather, unless an overflow skips the step."""

@@ -55,10 +55,6 @@ class EvenSplit:
     slice_size: int = field(init=False)  # elements of a row, ``ceil(numel / world_size)`` rounded up to a ``multiple``
 
     def __post_init__(self) -> None:
-        if self.numel < 0 or self.world_size < 1:
-            raise ValueError(
-                f"an even split needs numel >= 0 and world_size >= 1, got {self.numel} and {self.world_size}"
-            )
         rows = -(-self.numel // (self.world_size * self.multiple))
         object.__setattr__(self, "slice_size", rows * self.multiple)
 
@@ -143,13 +139,6 @@ class WholeSplit:
     padding: ClassVar[int] = 0
     rows: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        if self.numel < 0 or not 0 <= self.owner < self.world_size:
-            raise ValueError(
-                f"a whole split needs numel >= 0 and an owner below world_size, got {self.numel}, {self.owner} and "
-                f"{self.world_size}"
-            )
-
     @property
     def slice_size(self) -> int:
         """Return the columns that the parameter takes in a bucket buffer, rounded up to a round address.
@@ -221,12 +210,9 @@ class Choice(NamedTuple):
 
 
 def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split] = ()) -> list[Split]:
-    """Return the split of each parameter that these ranks share, alike on each rank. Doesn't communicate.
+    """Return the split of each parameter that ``world_size`` ranks share, alike on each rank. Doesn't communicate.
 
-    Args:
-        choices: the facts that decide each split.
-        world_size: ranks that share the parameters.
-        former: the splits of parameters that these ranks share already.
+    ``former``: the splits of parameters that these ranks share already.
     """
     sizes = [(choice.numel, world_size, choice.multiple) for choice in choices]
     shared = {size: EvenSplit(*size) for size in set(sizes)}  # of thousands of parameters few differ in size

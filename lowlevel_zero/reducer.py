@@ -110,12 +110,9 @@ class Reducer:
             agree(self._group, [done], None, doing, _BACKWARDS, failed=self._state.failure.words)
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, by_itself: bool) -> None:
-        """Open the sync of an ``optimizer.backward``. Communicates if unused parameters are detected.
+        """Open the sync of an ``optimizer.backward`` from ``loss``. Communicates if unused parameters are detected.
 
-        Args:
-            loss: the tensor from which the backward is run.
-            inputs: the ``inputs`` argument of the backward.
-            by_itself: no other optimizer's backward runs within.
+        ``by_itself``: no other optimizer's backward runs within.
         """
         if self._state.syncs:
             if self._shows_some or self._buckets.is_open:

@@ -40,10 +40,8 @@ _log = logging.getLogger("lowlevel_zero")
 class ShardedOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` over slices: state, gradients and names; ``LowLevelZeroOptimizer`` adds training.
 
-    It is what can be asked, saved and loaded of a sharded optimizer; ``LowLevelZeroOptimizer`` trains. Schedulers and
-    trainers accept it, and what one of the two loads or changes the other has. Step hooks that are registered on it run
-    once a step, and those of state dicts in ``state_dict`` and ``load_state_dict``. Rooms read its attributes, and call
-    nothing but its methods.
+    Schedulers and trainers accept it. Step hooks that are registered on it run once a step, and those of state dicts in
+    ``state_dict`` and ``load_state_dict``. Rooms read its attributes, and call nothing but its methods.
     """
 
     optim: Optimizer  # the wrapped one
@@ -171,10 +169,10 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a plain torch optimizer's state dict; each rank keeps its slices. Every rank calls it.
+        """Load a plain torch optimizer's state dict, the same on every rank; each rank keeps its slices.
 
-        Every rank calls it, with the same state dict. The states are taken without communication. Gradients stay, as in
-        torch; fp16: if the loaded loss scale is another, they are cleared, as those of a step that is skipped.
+        Every rank calls it. The states are taken without communication. Gradients stay, as in torch; fp16: if the
+        loaded loss scale is another, they are cleared, as those of a step that is skipped.
 
         Raises (on all ranks; nothing has been changed then):
             TypeError: not a mapping.
@@ -268,11 +266,7 @@ class ShardedOptimizer(Optimizer):
         self.calls.finish_gradients(Call("look at gradients"))
 
     def finish_syncs(self, doing: str) -> None:
-        """Finish reductions so that all ranks have the same gradient syncs; ``p.grad`` stays. Communicates.
-
-        Args:
-            doing: one of the names of ``Call``, the same on every rank.
-        """
+        """Finish reductions so that all ranks, in the same call, have the same gradient syncs. Communicates."""
         self.calls.finish_syncs(doing)
 
     # ---- sleep ----

@@ -44,15 +44,10 @@ class Mark:
 
 
 class Streams:
-    """The streams of the host, which has none: every call does nothing.
+    """The streams of the host, which has none: every call does nothing."""
 
-    Attributes:
-        several: the device may have more than one stream.
-        pins: asynchronous copies between the host and this device need pinned memory.
-    """
-
-    several = False
-    pins = False
+    several = False  # the device may have more than one stream
+    pins = False  # asynchronous copies between the host and this device need pinned memory
 
     def note_gradient_stream(self) -> None:
         """Note that a gradient has come on the current stream; the host has nothing to note."""

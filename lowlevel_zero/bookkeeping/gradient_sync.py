@@ -17,8 +17,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
 from .bucket_plan import BucketPlan, LearntPlan
@@ -205,7 +203,3 @@ class GradientSyncs:
     def idle(self) -> bool:
         """Return whether no sync is open and no reduction is under way."""
         return not self.buckets.is_open and not self.buckets.in_flight
-
-    def under_way(self) -> list[Work[Tensor]]:
-        """Return the works of the reductions under way."""
-        return [bucket.work for bucket in self.buckets.in_flight]

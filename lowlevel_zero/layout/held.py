@@ -59,7 +59,7 @@ def memory_held(optimizer: Sharded) -> Held:
     gradients = [each for each in (record.unreduced for record in parameters) if each is not None]
     for group in optimizer.sharded_groups:
         gradients += group.gradients.held()
-        gradients += [tensor for work in group.reducer.syncs.under_way() for tensor in work.tensors]
+        gradients += [tensor for each in group.reducer.syncs.buckets.in_flight for tensor in each.work.tensors]
     owners: dict[str, Sequence[Tensor]] = {
         "parameters": [
             *(p for members in parameters.groups for p in members),

@@ -203,7 +203,7 @@ def test_gradients_that_come_with_a_graph_are_reduced_without_it(subtests: pytes
         )
         (((bias**3).sum() + (weight**3).sum()) * (rank + 1)).backward(create_graph=True)
         (group,) = optimizer.sharded_groups
-        in_flight = [tensor for work in group.reducer.syncs.under_way() for tensor in work.tensors]
+        in_flight = [tensor for each in group.reducer.syncs.buckets.in_flight for tensor in each.work.tensors]
         hangs = [held.requires_grad for held in (*group.gradients.held(), *in_flight)]
         optimizer.step()
         return hangs, [*bias.tolist(), *weight.flatten().tolist()]
