@@ -114,10 +114,6 @@ class LossScaler:
         self._growth, self._backoff, self._stay = factors.unbind()  # 0-d float32 each
 
 
-def _as_number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
 def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scaler's state as numbers; raise if a key is missing or unknown, or a value is out of range."""
     missing = [key for key in _NEEDED_KEYS if key not in state_dict]
@@ -127,9 +123,10 @@ def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             f"expected a loss scaler's state with the keys {list(_NEEDED_KEYS)} and, optionally, "
             f"{list(_COUNT_KEYS)}; missing: {missing}, unknown: {unknown}"
         )
-    state = dict.fromkeys(_COUNT_KEYS, 0) | {key: _as_number(value) for key, value in state_dict.items()}
+    state = dict.fromkeys(_COUNT_KEYS, 0) | dict(state_dict)
     options = abouts(LossScale)
     for key, value in state.items():
+        state[key] = value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         check = _COUNT if key in _COUNT_KEYS else options["initial_scale" if key == "scale" else key].check
         check(f"{key} of the loss scaler's state", value)
     return state

@@ -440,7 +440,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.shard_group.progress.step, others)
-        call = call._replace(settings=settings, written=[each for each in self._guard.edited if each.is_written])
+        call = call._replace(settings=settings, written=[each for each in self._guard.edited if each.writes])
         norm, self._stepper.left = self._new_norm(), None
         with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
@@ -560,7 +560,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.
         """
         self._guard.enter("add_param_group")
-        self.finish_syncs("add_param_group")
+        self.calls.finish_syncs("add_param_group")
         known = len(self.optim.param_groups)
         parameters, options = self.sharded_parameters, self.options
         try:

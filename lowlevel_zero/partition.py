@@ -95,10 +95,6 @@ class EvenSplit:
         """Return ``flat`` itself: the optimizer steps flat slices."""
         return flat
 
-    def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole state whose slices the ranks hold: the parameter's."""
-        return tuple(of_parameter)
-
     def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
         """Cut ``rank``'s slice from a whole state, padded with zeros, and return it; a single element is every rank's.
 
@@ -175,10 +171,6 @@ class WholeSplit:
             return flat
         return torch.as_strided(flat, like.shape, like.stride(), flat.storage_offset())
 
-    def whole_shape(self, shape: Sequence[int], of_parameter: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole state of which the owner has this ``shape``: the same."""
-        return tuple(shape)
-
     def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
         """Return all of a whole state: the owner's part."""
         return whole
@@ -231,10 +223,7 @@ def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int,
     its size, and the largest of a rank's shares is what the rank has. So every measure is level at once. With one
     measure the fullest rank has at most 4/3 of the least possible (Graham, 1969).
 
-    Args:
-        costs: the measures of each item, in any units; each item has as many.
-        world_size: ranks that share the items.
-        owned: owners and measures of items that were dealt out before.
+    ``costs``: the measures of each item, in any units. ``owned``: owners and measures of items dealt out before.
     """
     before = list(owned)
     sums = [sum(measure) or 1 for measure in zip(*costs, *(each for _, each in before), strict=True)]

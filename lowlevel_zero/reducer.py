@@ -7,8 +7,7 @@
 - Where optimizers share a communicator on a device, ``optimizer.backward`` begins by an agreement of the ranks, so the
   reductions of all optimizers have one order there.
 - Where there are other optimizers, the gradients of a plain ``loss.backward()`` are reduced once the ranks have agreed,
-  and so are those of further shard groups. Each rank alone knows what it has run: with reductions that start as they
-  come, ranks would give a communicator different orders, or wait for each other in different optimizers.
+  and so are those of further shard groups: each rank alone knows what it has run, and in which order.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
   sync, before the step, on all ranks.
 - Gradients that arrive while another optimizer runs its backward (a GAN's generator loss passing through the
@@ -80,8 +79,7 @@ class Reducer:
         for record in self._records[len(self._hooks) :]:  # a parameter outlives its optimizer
             hook = partial(Reducer.gradient_ready, ref(self), record)
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self.plan.restore()
-        self.plan.follow(self._unused.detecting)
+        self.plan.restore(self._unused.detecting)
 
     def plan_state(self) -> PlanState | None:
         """Return the learnt order and what goes with it, to be saved; None: no step has been taken yet."""
@@ -94,8 +92,7 @@ class Reducer:
         order, came, repeats, detecting = state or PlanState([], 0, [], False)
         self._buckets.repeats = set(repeats)
         self._unused.restore(detecting)
-        self.plan.restore(order, came)
-        self.plan.follow(self._unused.detecting)
+        self.plan.restore(detecting, order, came)
 
     # ---- gradients come ----
 
@@ -227,10 +224,7 @@ class Reducer:
             raise error
 
     def _keep_until_all_agree(self) -> None:
-        """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call.
-
-        With other optimizers, or further shard groups, they would start reductions in different orders.
-        """
+        """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call."""
         if self._watch_graph_task():
             self._follow_callers()
         self._keeps_some = True
@@ -331,10 +325,9 @@ class Reducer:
             self._drop(cleared)
 
     def _drop(self, cleared: Sequence[ShardedParameter]) -> None:
-        """Drop the sums of parameters, behind reductions under way, and note it for the ranks to compare.
+        """Drop the sums of parameters, and note it for the ranks to compare.
 
-        A sum that is still under way is dropped behind it, so that sums change in one order on all ranks, however fast
-        each of them is.
+        It is done behind the reductions under way, so that sums change in one order on all ranks.
         """
         in_flight = self._buckets.in_flight
         dropped = self._gradients.with_sums(cleared, in_flight)

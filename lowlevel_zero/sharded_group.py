@@ -23,27 +23,17 @@ from .streams import Streams
 
 
 class ShardedGroup:
-    """The records of one shard group, and the parts that reduce, keep and gather their values.
-
-    Args:
-        number: its place among the shard groups; 0 is that of all data-parallel ranks.
-        parameters: the records.
-        options: those of the optimizer.
-        streams: the device's, on which everything happens.
-        stepping: says whether shards and masters are on the device or on the host.
-        state: of the optimizer's step.
-        packed: is called with each bucket buffer that is about to be reduced.
-    """
+    """The records of one shard group, and the parts that reduce, keep and gather their values."""
 
     def __init__(
         self,
-        number: int,
+        number: int,  # its place among the shard groups; 0 is that of all data-parallel ranks
         parameters: ParameterStore,
         options: ZeroOptions,
-        streams: Streams,
-        stepping: StepOnDevice,
+        streams: Streams,  # the device's, on which everything happens
+        stepping: StepOnDevice,  # says whether shards and masters are on the device or on the host
         state: StepState,
-        packed: Packed,
+        packed: Packed,  # is called with each bucket buffer that is about to be reduced
     ) -> None:
         self.number = number
         self.group = group = parameters.shard_groups[number]

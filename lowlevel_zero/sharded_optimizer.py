@@ -160,7 +160,7 @@ class ShardedOptimizer(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self.finish_syncs("state_dict")
+        self.calls.finish_syncs("state_dict")
         state_dict = self.whole_state.state_dict(pinned_state_dicts, only_on_master)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
@@ -192,7 +192,7 @@ class ShardedOptimizer(Optimizer):
     def loading_whole(self) -> Iterator[None]:
         """Finish reductions, and run the body, which loads whole states on all ranks. Communicates."""
         self.begin_load("load_state_dict")
-        self.finish_syncs("load_state_dict")
+        self.calls.finish_syncs("load_state_dict")
         scale = None if self.scaler is None else self.scaler.loss_scale
         yield
         if self.scaler is not None and self.scaler.loss_scale != scale:  # which the step would divide by
@@ -265,10 +265,6 @@ class ShardedOptimizer(Optimizer):
         """Finish all reductions, so that each record's gradient is complete. Communicates: every rank calls it."""
         self.calls.finish_gradients(Call("look at gradients"))
 
-    def finish_syncs(self, doing: str) -> None:
-        """Finish reductions so that all ranks, in the same call, have the same gradient syncs. Communicates."""
-        self.calls.finish_syncs(doing)
-
     # ---- sleep ----
 
     @torch.no_grad()
@@ -295,7 +291,7 @@ class ShardedOptimizer(Optimizer):
         """
         check_kinds(include)
         self._guard.enter("offload_states")
-        self.finish_syncs("offload_states")
+        self.calls.finish_syncs("offload_states")
         self.finish_gathers()
         if self.options.cpu_offload or not self.streams.several:
             _log.info("offload_states: what is to be offloaded is on the host already")
@@ -423,7 +419,7 @@ class ShardedOptimizer(Optimizer):
 
         Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
         """
-        self.finish_syncs("state_dict")
+        self.calls.finish_syncs("state_dict")
         return self.whole_state.shards(max_shard_size, pinned_state_dicts, only_on_master)
 
     def unwrap(self) -> Optimizer:

@@ -166,12 +166,9 @@ class Stepper:
     def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
         """Step and gather all parameters that worked, part by part if the optimizer allows it. Communicates.
 
-        All ranks gather the same parts. Where no parameter has a gradient, an optimizer that may count its steps steps
-        all the same.
-
-        Args:
-            factor: multiplies sums, which are averaged, unscaled and clipped then.
-            overflow: 0-d; where it is true, parameters and states stay as they are. None: the step is never left out.
+        ``factor`` multiplies sums, which are averaged, unscaled and clipped then. Where ``overflow``, 0-d, is true,
+        parameters and states stay as they are. Where no parameter has a gradient, an optimizer that may count its steps
+        steps all the same.
         """
         parts, in_parts = self._parts(), steps_in_parts(self._optim)
         _stepping.add(self._optim)
@@ -267,12 +264,8 @@ class Stepper:
     ) -> None:
         """Assign to each ``p32.grad`` its slice of the sum, times ``factor`` unless the optimizer multiplies.
 
-        Args:
-            bucket: a bucket with complete sums.
-            factor: multiplies the sums.
-            by_optimizer: the optimizer multiplies in its own kernel, and writes gradients back so unless it skips. What
-                is kept doesn't depend on it, since ranks may differ in it.
-            keeps_sums: the optimizer may skip, so gradients are copies of the sums.
+        ``by_optimizer``: it does so in its own kernel, and writes gradients back so unless it skips. What is kept
+        doesn't depend on it, since ranks may differ in it. ``keeps_sums``: it may skip, so gradients are copies.
         """
         row = bucket.to_step()
         bucket.stepped = True

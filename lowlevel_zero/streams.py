@@ -8,11 +8,10 @@ turn before it may read results.
 
 Home never waits for the latest reductions before the step: reductions are finished and summed on a stream *beside* it,
 which waits for home, and which home joins when the step's gradients are to be complete. Tensors that are used beside
-are kept by reference, with an event, until home has waited for the event: then home, where they were allocated, may use
-their memory again, however far the host is ahead of the device. So the memory of reductions under way is bounded by
-their number: before a bucket is packed, home waits for all but the last few. (FSDP2 keeps its last buffer and event
-so.) Memory that was allocated beside is only used again beside, where work begins by waiting for home. Gradients may
-come from any stream, and are recorded with the allocator.
+are kept by reference, with an event, until home, where they were allocated, has waited for the event. Before a bucket
+is packed, home waits for all but the last few, which bounds the memory of reductions under way. Memory that was
+allocated beside is only used again beside, where work begins by waiting for home. Gradients may come from any stream,
+and are recorded with the allocator.
 
 A CUDA graph's capture holds its own work alone: a stream that is being captured waits for no other stream here, and no
 stream waits for it.
@@ -87,9 +86,7 @@ class Streams:
 class DeviceStreams(Streams):
     """Orders work on a device's streams: the home stream, the side stream, and the streams that gradients come on.
 
-    Args:
-        device: the device.
-        api: ``torch.cuda``, or another device's module.
+    ``api``: ``torch.cuda``, or another device's module.
     """
 
     several = True

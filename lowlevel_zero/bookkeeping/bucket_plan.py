@@ -164,12 +164,13 @@ class LearntPlan:
     _first: Sequence[int] | None = None  # the order of the first backward, on this rank
     _narrowed: dict[bytes, BucketPlan] = field(default_factory=dict)
 
-    def restore(self, order: Sequence[int] = (), came: int = 0) -> None:
-        """Take over an order from another run; without one, forget the order, and learn it again."""
+    def restore(self, detecting: bool, order: Sequence[int] = (), came: int = 0) -> None:
+        """Follow an order from another run; without one, forget the order, and learn it again."""
         self._first = None
         self.known = len(order) > 0
         self.order = list(order)
         self.came = came
+        self.follow(detecting)
 
     def saw(self, arrivals: Sequence[int]) -> None:
         """Note the order in which a sync's gradients came; only the first call of a run counts."""

@@ -163,10 +163,6 @@ class Bucket:
             return row
         return row.narrow(-1, self.planned.starts[at], self.planned.sizes[at])
 
-    def working(self) -> list[ShardedParameter]:
-        """Return the bucket's records for which some rank had a gradient."""
-        return [record for record in self.records if record.worked]
-
 
 NewBucket: TypeAlias = Callable[[PlannedBucket, Sequence[ShardedParameter]], Bucket]
 

@@ -132,7 +132,7 @@ class GradientStore:
     def multiply(self, records: Sequence[ShardedParameter], factor: float | Tensor) -> None:
         """Multiply some parameters' gradients by ``factor``; a whole bucket only notes it. Doesn't communicate."""
         for bucket, some in self._by_bucket(records).items():
-            if len(set(some)) == len(some) == len(bucket.working()):
+            if len(set(some)) == len(some) == sum(record.worked for record in bucket.records):
                 bucket.scale = self._scale(bucket) * factor
             else:
                 for _, own in self._edited(some):

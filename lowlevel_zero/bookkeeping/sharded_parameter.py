@@ -34,10 +34,10 @@ from .storages import flat_in_memory_order, move_onto, move_to_padded
 class Position(NamedTuple):
     """The place of a parameter in its shard group, in the param groups and in the model."""
 
-    number: int
-    group: int
-    name: str
-    shard_group: int = 0
+    number: int  # among those of its shard group, in order of registration
+    group: int  # index of its param group
+    name: str  # the model's own, without wrappers, for messages
+    shard_group: int = 0  # index of the one whose ranks share it
 
 
 class Known(NamedTuple):
@@ -198,13 +198,8 @@ class ShardedParameter:
         self.slice_version = self.p32._version
 
     @property
-    def is_written(self) -> bool:
-        """Return whether the caller has written or moved ``p`` since ``note_version``."""
-        return self.p.data_ptr() != self.address or self.p._version != self.version
-
-    @property
     def writes(self) -> int:
-        """Return how often the caller has written ``p`` since ``note_version``; where it was moved, 1."""
+        """Return how often the caller has written ``p`` since ``note_version``; where it was moved, 1; else 0."""
         moved = self.version < 0 or self.p.data_ptr() != self.address
         return 1 if moved else self.p._version - self.version
 
@@ -398,7 +393,7 @@ def _rounds_to(row: Tensor, known: Known) -> Tensor:
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
     """Copy written or moved parameters into their masters. Doesn't communicate."""
-    edited = [record for record in records if record.is_written or record.saved_master is not None]
+    edited = [record for record in records if record.writes or record.saved_master is not None]
     free_each_other(edited)
     for record in edited:
         record.follow_edits()

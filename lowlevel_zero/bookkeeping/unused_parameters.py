@@ -31,12 +31,7 @@ _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 
 
 class UnusedParameters:
-    """Detects which parameters a backward will reach, and exchanges them and the presence map between ranks.
-
-    Args:
-        parameters: the records.
-        number: index of the shard group that it is about.
-    """
+    """Detects which parameters of a shard group a backward will reach; the ranks exchange them and the presence map."""
 
     def __init__(self, parameters: ParameterStore, number: int) -> None:
         self._parameters = parameters

@@ -122,7 +122,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         if held is None and record.owns_some:
             raise ValueError(f"{record.name}: expected it to have {key!r}, it has none so far: step it before")
         if held is not None and is_slice(key, held, record):
-            _check_value(value, record, record.split.whole_shape(held.shape, record.p.shape))
+            _check_value(value, record, record.p.shape if record.split.owner is None else held.shape)
         elif held is not None:
             _check_number(value, held, record)
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -172,7 +172,7 @@ def full_optimizer_states(
 
 
 def _finish(optimizer: ShardedOptimizer) -> None:
-    optimizer.finish_syncs("read or write state")
+    optimizer.calls.finish_syncs("read or write state")
     optimizer.finish_gathers()
 
 

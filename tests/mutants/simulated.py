@@ -76,7 +76,7 @@ MADE_ONCE = [
     ),
     Mistake(
         "as many factors as a bucket has gradients count as one of each",
-        (Change(SUMS, "len(set(some)) == len(some) == len(bucket.working())", "len(some) == len(bucket.working())"),),
+        (Change(SUMS, "if len(set(some)) == len(some) == sum(", "if len(some) == sum("),),
         15,
     ),
     Mistake(
@@ -86,7 +86,7 @@ MADE_ONCE = [
     ),
     Mistake(
         "weights that one rank alone has written are stepped",
-        (Change(OPTIMIZER, ", written=[each for each in self._guard.edited if each.is_written])", ")"),),
+        (Change(OPTIMIZER, ", written=[each for each in self._guard.edited if each.writes])", ")"),),
         10,
     ),
     Mistake(
