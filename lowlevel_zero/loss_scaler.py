@@ -31,20 +31,14 @@ class LossScaler:
     An overflow raises ``hysteresis_step`` by one; the overflow that brings it to ``hysteresis``, and every
     further one, multiplies the scale by ``backoff_factor``, down to ``min_scale``. After ``growth_interval``
     clean steps in a row the scale is multiplied by ``growth_factor``, up to ``max_scale``, and
-    ``hysteresis_step`` restarts at 0.
-
-    Args:
-        options: the first scale, and the numbers above; checked already.
-        device: where the tensors live; best where ``found_inf`` is made.
-
-    Attributes:
-        scale: 0-d float32; changed in place, so its address stays (a captured CUDA graph may read it).
+    ``hysteresis_step`` restarts at 0. All tensors are on ``device``, best the one where ``found_inf`` is made.
     """
 
     def __init__(self, options: LossScale, device: torch.device | str = "cpu") -> None:
         self.min_scale, self.max_scale = float(options.min_scale), float(options.max_scale)
         self.growth_interval, self.hysteresis = options.growth_interval, options.hysteresis
-        self.scale = torch.tensor(float(options.initial_scale), dtype=torch.float32, device=device)  # 0-d
+        # 0-d, and changed in place, so its address stays (a captured CUDA graph may read it).
+        self.scale = torch.tensor(float(options.initial_scale), dtype=torch.float32, device=device)
         self._counts = torch.zeros(len(_COUNT_KEYS), dtype=torch.int64, device=device)
         self._clean, self._overflow = torch.tensor(_RULES, dtype=torch.int64, device=device)  # [keep or add, counts]
         self._set_factors(options.growth_factor, options.backoff_factor)
@@ -71,11 +65,6 @@ class LossScaler:
     def skipped_in_a_row(self) -> Tensor:
         """Return the overflows since the last clean step: 0-d int64, a view that later updates change."""
         return self._counts[2]
-
-    @property
-    def skipped(self) -> Tensor:
-        """Return the number of all overflows: 0-d int64, a view that later updates change."""
-        return self._counts[3]
 
     @property
     def loss_scale(self) -> float:

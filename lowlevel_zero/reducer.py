@@ -60,7 +60,7 @@ class Reducer:
     _hooks: list[RemovableHandle] = field(default_factory=list)
     _keeps_some: bool = False  # gradients of plain backwards, until the ranks agree
     _dropped: list[tuple[int, str]] = field(default_factory=list)  # parameters, and when; the ranks compare them
-    _edited: Counter[str] = field(default_factory=Counter)  # edits of gradients, which the ranks compare
+    edited: Counter[str] = field(default_factory=Counter)  # edits of gradients, which the ranks compare next
     _graph_task: int = -1
     _running: set[int] = field(default_factory=set)  # plain backwards that have begun, and haven't come to their end
 
@@ -184,10 +184,18 @@ class Reducer:
     def _begin_plain(self, record: ShardedParameter) -> bool:
         """Open the sync of a plain ``loss.backward()``, whose first gradient has come; return False if that waits.
 
-        An error ends the backward, and other gradients don't come: this rank's are lost.
+        An error, as of a backward that can't be reduced, ends it, and other gradients don't come: they are lost.
         """
         try:
-            self._check_plain(record)
+            self._group.progress.check_process(f"the backward of {record.name}")
+            self._refuse_unscaled(record)
+            refuse_compiled(record.name)
+            if self._streams.captures():
+                raise RuntimeError(
+                    f"{record.name}: expected its gradient outside of a CUDA graph's capture, got it within, whose "
+                    "replays run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
+                )
+            self._state.wake_up()
             if self._number > 0 or not self._state.is_alone or self.syncs.shares_order or self.syncs.put_off:
                 self._keep_until_all_agree()
                 return False
@@ -199,18 +207,6 @@ class Reducer:
             self._state.failure.note(error, Damage.GRADIENTS)
             raise
         return True
-
-    def _check_plain(self, record: ShardedParameter) -> None:
-        """Raise for a gradient of a plain ``loss.backward()`` that can't be reduced; else wake sleeping gradients."""
-        self._group.progress.check_process(f"the backward of {record.name}")
-        self._refuse_unscaled(record)
-        refuse_compiled(record.name)
-        if self._streams.captures():
-            raise RuntimeError(
-                f"{record.name}: expected its gradient outside of a CUDA graph's capture, got it within, whose replays "
-                "run no hooks: capture parts of the model by torch.cuda.make_graphed_callables"
-            )
-        self._state.wake_up()
 
     def _refuse_unscaled(self, record: ShardedParameter) -> None:
         """Raise for a gradient of a plain ``loss.backward()`` if losses are scaled, since the step would unscale it."""
@@ -343,10 +339,6 @@ class Reducer:
                 with self._streams.beside():
                     self._gradients.drop(dropped)
 
-    def note_edit(self, what: str) -> None:
-        """Note an edit of gradients, for the ranks to compare in their next call. Doesn't communicate."""
-        self._edited[what] += 1
-
     # ---- the end of a step's syncs ----
 
     def finish(self, call: Call) -> None:
@@ -365,12 +357,12 @@ class Reducer:
             call = call._replace(error=call.error or error)
         assigned = self._gradients.assigned(touched) if touched else {}
         edits = [f"{record.common_name} by an assignment" for record in assigned]
-        self._edited.update(edits)
+        self.edited.update(edits)
         with self._streams.home():
             try:
                 present = self.agree_on_syncs(call, touched, completes=True)
             except BaseException:  # they are still assigned, and the next call notes them
-                self._edited -= Counter(edits)
+                self.edited -= Counter(edits)
                 raise
             self.has_lacked |= present is not None
             if present is not None:
@@ -437,14 +429,14 @@ class Reducer:
             lacks = self._unused.lacked or False in here
             cleared = [(text, 1) for _, text in sorted(self._dropped)]
             written = [(record.name, record.writes) for record in call.written if record.shard_group == self._number]
-            edited = sorted(self._edited.items())
+            edited = sorted(self.edited.items())
         self.syncs.may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         syncs = self._group.progress.micro_batch + len(self.syncs.put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)
         agreed = agree(self._group, None, call.error, call.name, progress=progress, failed=self._state.failure.words)
         self.syncs.may_be_alone = False
         self._dropped.clear()
-        self._edited.clear()
+        self.edited.clear()
         return agreed
 
     def discard(self, call: Call) -> None:

@@ -47,8 +47,7 @@ class GlobalNorm:
     """The L2 norm of all gradients: each rank measures its slices, and squares are summed over the ranks.
 
     It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times a scale. An element that is
-    inf or NaN on any rank makes it so on all. Squares are summed in the order of the pieces. Nothing here waits for a
-    device.
+    inf or NaN on any rank makes it so on all. Nothing here waits for a device.
     """
 
     _group: ShardGroup  # the ranks

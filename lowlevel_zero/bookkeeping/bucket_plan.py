@@ -161,26 +161,21 @@ class LearntPlan:
     known: bool = False  # the order is that of rank 0's first backward
     order: list[int] = field(default_factory=list)  # the parameters whose gradients came in it, then the others
     came: int = 0  # how many came
-    _first: Sequence[int] | None = None  # the order of the first backward, on this rank
+    first: Sequence[int] | None = None  # the order of the first backward, on this rank
     _narrowed: dict[bytes, BucketPlan] = field(default_factory=dict)
 
     def restore(self, detecting: bool, order: Sequence[int] = (), came: int = 0) -> None:
         """Follow an order from another run; without one, forget the order, and learn it again."""
-        self._first = None
+        self.first = None
         self.known = len(order) > 0
         self.order = list(order)
         self.came = came
         self.follow(detecting)
 
-    def saw(self, arrivals: Sequence[int]) -> None:
-        """Note the order in which a sync's gradients came; only the first call of a run counts."""
-        if self._first is None:
-            self._first = arrivals
-
     def learn(self) -> None:
         """Take over the order of rank 0's first backward, even if one is known. Communicates: all ranks call it."""
         count = len(self._records)
-        came = dict.fromkeys(self._first or reversed(range(count)))
+        came = dict.fromkeys(self.first or reversed(range(count)))
         lacked = [index for index in range(count) if index not in came]
         self.came, *self.order = self._group.from_rank_zero([len(came), *came, *lacked])
         self.known = True

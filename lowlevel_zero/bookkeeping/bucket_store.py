@@ -183,8 +183,7 @@ class StepOnDevice:
 class BucketStore:
     """The buckets of the open gradient sync, and those whose reduction is under way.
 
-    A sync's buckets start in the plan's order, each when all that it waits for has come, so that every rank starts the
-    same ones in the same order.
+    A sync's buckets start in the plan's order, the same on every rank, each when all that it waits for has come.
     """
 
     _records: Sequence[ShardedParameter]  # the parameters, by index

@@ -99,10 +99,9 @@ class GradientSyncs:
         if self.gradients.taken_out:
             self.gradients.put_back()
         self._group.progress.micro_batch += 1
-        if not self.plan.known:
-            self.plan.saw(list(self.buckets.arrivals))
-        if self.buckets.unexpected:
-            self.unused.learn(self.buckets.unexpected)
+        if not self.plan.known and self.plan.first is None:
+            self.plan.first = list(self.buckets.arrivals)
+        self.unused.learnt.update(self.buckets.unexpected)
         self._finish_some()
         return True
 

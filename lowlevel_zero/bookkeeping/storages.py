@@ -37,7 +37,7 @@ def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
     go. What stays there keeps its values, and doesn't follow ``p`` any more.
 
     Padding is zeros, which no norm sees. Dense strides (a transposed or channels_last parameter) stay as they are;
-    others become contiguous. Frees ``torch.save(model.state_dict())`` of what isn't ``p``'s.
+    others become contiguous.
     """
     stride = p.stride()
     if not p.is_contiguous():

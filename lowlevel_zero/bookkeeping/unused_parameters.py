@@ -6,9 +6,8 @@ ranks, DDP's ``local_used_map``.
 *Detection* is off at first: a sync carries all parameters, and opens without a message. Once a backward has left a
 parameter without a gradient on some rank it is on, on all ranks, for good: ``optimizer.backward(loss)`` reads off the
 graph which parameters it will reach, a message of the same kind opens the sync, and what no rank uses is left out of
-it. A sync whose loss isn't known before (of a plain ``loss.backward()``) names all parameters. There is one such
-message for each sync: once the ranks have agreed on a call, a rank that has run fewer syncs than others sends those
-that it lacks, and joins with what it has.
+it. There is one such message for each sync: that of a plain ``loss.backward()`` names all parameters, and a rank that
+has run fewer syncs than others sends those that it lacks once the ranks have agreed on a call.
 
 The graph shows less than the truth (a reentrant checkpoint, a Function that runs a backward of its own), or more (a
 hook that swallows a gradient). Less: the gradient waits in ``p.grad`` for one more sync, before the step, and the
@@ -38,7 +37,7 @@ class UnusedParameters:
         self._number = number
         self._records = parameters.by_shard_group[number]
         self._group = parameters.shard_groups[number]
-        self._learnt: set[int] = set()
+        self.learnt: set[int] = set()  # always named: their gradients came though the graph didn't show them
         self.detecting = False  # ``optimizer.backward`` looks at the graph; changes between steps, on all ranks alike
         self.lacked = False  # an ``optimizer.backward`` of this step gave some parameter no gradient, here or elsewhere
 
@@ -52,15 +51,11 @@ class UnusedParameters:
         found = self._indices(leaves)
         if inputs is not None:
             found &= self._indices([inputs] if isinstance(inputs, Tensor) else inputs)
-        return found | self._learnt
+        return found | self.learnt
 
     def _indices(self, tensors: Sequence[Tensor]) -> set[int]:
         found = (record for record in map(self._parameters.find, tensors) if record is not None)
         return {each.index for each in found if each.shard_group == self._number and each.p32.requires_grad}
-
-    def learn(self, indices: Collection[int]) -> None:
-        """Add parameters whose gradients came though the graph didn't show them; they are always named."""
-        self._learnt.update(indices)
 
     # ---- exchange between ranks ----
 
@@ -98,7 +93,7 @@ class UnusedParameters:
     def restore(self, detecting: bool) -> None:
         """Continue with another run's setting of detection, between two steps."""
         self.detecting = detecting
-        self._learnt.clear()
+        self.learnt.clear()
         self.lacked = False
 
 

@@ -91,7 +91,7 @@ class OptimizerGradients:
         """
         for each, some in self._complete(records):
             more = f" and {len(some) - 1} more" if len(some) > 1 else ""
-            each.reducer.note_edit(f"{some[0].common_name}{more} by {what}")
+            each.reducer.edited[f"{some[0].common_name}{more} by {what}"] += 1
             try:
                 change(each.gradients, some)
             except BaseException as error:

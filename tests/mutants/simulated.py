@@ -254,7 +254,7 @@ DRAWN = [
     ),
     Mistake(
         "edits of a step that was refused are compared again",
-        (Change(REDUCER, "        self._edited.clear()\n        return agreed", "        return agreed"),),
+        (Change(REDUCER, "        self.edited.clear()\n        return agreed", "        return agreed"),),
         22,
     ),
     Mistake(

@@ -168,12 +168,12 @@ MUTANTS = [
     Mutant(
         "a message names less than the graph shows",
         UNUSED,
-        "return found | self._learnt",
-        "return self._learnt",
+        "return found | self.learnt",
+        "return self.learnt",
         UNUSED_TESTS,
     ),
     Mutant("detection never starts", UNUSED, "        self.detecting = True", "        pass", UNUSED_TESTS),
-    Mutant("what came unforeseen isn't learnt", UNUSED, "self._learnt.update(indices)", "pass", UNUSED_TESTS),
+    Mutant("what came unforeseen isn't learnt", SYNCS, "self.unused.learnt.update(", "set().update(", UNUSED_TESTS),
     Mutant(
         "a narrowed plan keeps what nobody uses", PLAN, "strict=True) if used[index]]", "strict=True)]", UNUSED_TESTS
     ),
