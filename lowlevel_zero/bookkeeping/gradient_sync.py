@@ -13,13 +13,12 @@ of starting. Every rank runs the same syncs in the same order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
-from .bucket_plan import BucketPlan, LearntPlan
+from .bucket_plan import LearntPlan
 from .bucket_store import BucketStore
 from .gradient_store import GradientStore
 from .step_state import StepState
@@ -61,15 +60,12 @@ class GradientSyncs:
             return
         if self.buckets.in_flight:
             self._finish_some(leave=0)
-        self._open(self.plan.whole if reached is None else None, reached)
+        self._group.context.begun += 1
+        self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
         if reached is not None:
             self._announced = self.unused.announce_sync(reached.union(self.gradients.leftovers()))
         elif self.unused.detecting:
             self._unread.append(self.unused.announce_sync(None))
-
-    def _open(self, plan: BucketPlan | None, expected: Collection[int] | None) -> None:
-        self._group.context.begun += 1
-        self.buckets.open_sync(plan, expected)
 
     def start_complete(self) -> None:
         """Start the open sync's complete buckets, once their plan is known. Communicates."""
@@ -136,7 +132,8 @@ class GradientSyncs:
 
     def _join(self, used: bytes | None) -> None:
         """Run a sync with this rank's leftovers or zeros, of the parameters ``used``; None: of all. Communicates."""
-        self._open(self.plan.whole if used is None else self.plan.of(used), ())
+        self._group.context.begun += 1
+        self.buckets.open_sync(self.plan.whole if used is None else self.plan.of(used), ())
         self.close()
 
     # ---- reductions end, in the order of starting ----

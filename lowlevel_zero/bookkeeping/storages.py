@@ -32,9 +32,8 @@ def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
     some of its storage out). The returned tensor keeps all of it alive.
 
     A storage that holds the elements of ``p`` and not a byte more is kept, if there is nothing to pad: what else looks
-    at this memory (``p.data`` taken before, a numpy array, another process) goes on following ``p``, as in plain torch.
-    From any other storage ``p`` moves out, even from one of the padded size: a neighbour may be where the padding would
-    go. What stays there keeps its values, and doesn't follow ``p`` any more.
+    at this memory (``p.data`` taken before, a numpy array, another process) goes on following ``p``. From any other one
+    ``p`` moves out, even if it has the padded size: a neighbour may be where the padding would go.
 
     Padding is zeros, which no norm sees. Dense strides (a transposed or channels_last parameter) stay as they are;
     others become contiguous.
