@@ -6,7 +6,6 @@ import gc
 import inspect
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 from weakref import ref
 
@@ -38,6 +37,7 @@ from tests.support.boosting import (
     ours,
     theirs,
 )
+from tests.support.cases import Check, check_cases, check_each, check_refusals
 from tests.support.judging import off_the_way
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 
@@ -117,11 +117,6 @@ def test_extra_dp_size_shards_over_all_ranks_as_colossalai_does() -> None:
     ]
 
 
-def test_extra_dp_size_has_to_divide_the_world() -> None:
-    for raised in run_ranks_expecting(lambda rank, world_size: LowLevelZeroPlugin(extra_dp_size=2), 3):
-        assert "extra_dp_size should be a factor of world_size" in raised.message
-
-
 def model_values() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model_of().named_parameters()}
 
@@ -130,25 +125,21 @@ def model_values() -> dict[str, Tensor]:
 SHARES = {"fp32": 1e-6, "bf16": 2e-3, "fp16": 2e-4}
 
 
-@pytest.mark.parametrize(("stage", "precision"), list(zip((1, 2, 1), SHARES, strict=True)))
-def test_it_equals_colossalais_own_zero(stage: int, precision: str) -> None:
-    options = {"stage": stage, "precision": precision, "initial_scale": 128, "max_norm": CLIP}
-    expected = run_ranks(trained, 2, theirs, options, 0.0)
-    got = run_ranks(trained, 2, ours, options, 0.0)
-    check_equal(got[0], got[1])
-    assert off_the_way(model_values(), expected[0], got[0]) <= SHARES[precision]
+def test_it_equals_colossalais_own_zero(subtests: pytest.Subtests) -> None:
+    cases = [
+        ({"stage": stage, "precision": precision, "initial_scale": 128, "max_norm": CLIP},)
+        for stage, precision in zip((1, 2, 1), SHARES, strict=True)
+    ]
 
+    def rank(rank: int, world_size: int, options: dict[str, Any], make: Any = ours) -> dict[str, Tensor]:
+        return trained(rank, world_size, make, options, 0.0)
 
-def test_fp16_defaults_find_their_scale() -> None:
-    def rank(rank: int, world_size: int) -> tuple[float, dict[str, Tensor]]:
-        pair = boost(ours)
-        assert pair.optimizer.loss_scale == 2**32
-        pair.train(rank, 0, 40)
-        return pair.optimizer.loss_scale, pair.values()
-
-    for scale, values in run_ranks(rank, 2):
-        assert 1 <= scale <= 2**24
-        assert not torch.equal(values["inward.weight"], model_values()["inward.weight"].half())
+    by_theirs = run_cases(partial(rank, make=theirs), 2, cases)  # sets an accelerator, which stays
+    for ((options,), ran), (_, expected) in zip(run_cases(rank, 2, cases), by_theirs, strict=True):
+        with subtests.test(options["precision"]):
+            got = ran.values()
+            check_equal(got[0], got[1])
+            assert off_the_way(model_values(), expected.values()[0], got[0]) <= SHARES[options["precision"]]
 
 
 def test_no_sync_accumulates_as_ddp_does() -> None:
@@ -174,23 +165,6 @@ def test_no_sync_accumulates_as_ddp_does() -> None:
     run_ranks(rank, 2)
 
 
-def test_clip_grad_by_norm_clips_by_hand() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        by_plugin = boost(ours, momentum, precision="fp32", max_norm=0.1)
-        by_plugin.train(rank, 0, 1)
-        by_hand = boost(ours, momentum, precision="fp32")
-        by_hand.backward(rank, 0)
-        norm = by_hand.optimizer.clip_grad_by_norm(0.1, error_if_nonfinite=True)
-        by_hand.optimizer.step()
-        assert norm.item() == pytest.approx(by_plugin.optimizer.get_grad_norm(), rel=1e-6)
-        assert norm.item() > 0.2  # Adam's first step would be the same with any gradients
-        check_close(by_plugin.values(), by_hand.values(), 1e-7)
-        with pytest.raises(ValueError, match="norm_type: expected a number above 0, or inf, got 0"):
-            by_hand.optimizer.clip_grad_by_norm(0.1, 0)
-
-    run_ranks(rank, 2)
-
-
 Clip = Callable[[Any, list[nn.Parameter]], Any]
 
 
@@ -202,6 +176,7 @@ def by_norm(norm_type: float, **more: Any) -> tuple[Clip, Clip]:
 
 
 CLIPS: dict[str, tuple[Clip, Clip]] = {
+    "2-norm": by_norm(2.0),
     "maximum": by_norm(float("inf")),
     "1-norm, foreach": by_norm(1.0, foreach=True),
     "3-norm, finite": by_norm(3, error_if_nonfinite=True),
@@ -212,7 +187,7 @@ CLIPS: dict[str, tuple[Clip, Clip]] = {
 }
 
 
-def test_clipping_by_other_norms_and_by_value_as_ddp_does(subtests: pytest.Subtests) -> None:
+def test_clipping_by_norms_and_by_value_as_ddp_does(subtests: pytest.Subtests) -> None:
     def rank(rank: int, world_size: int, name: str, stage: int) -> None:
         ends = []
         for make, clip in zip((ddp, partial(ours, stage=stage, precision="fp32")), CLIPS[name], strict=True):
@@ -228,155 +203,134 @@ def test_clipping_by_other_norms_and_by_value_as_ddp_does(subtests: pytest.Subte
         if ends[0][1][0] is not None:
             torch.testing.assert_close(ends[1][1], ends[0][1], rtol=1e-5, atol=0)
 
-    for (name, stage), ran in run_cases(rank, 2, list(product(CLIPS, (1, 2)))):
-        with subtests.test(name, stage=stage):
-            ran.values()
+    check_cases(subtests, 2, rank, [(name, 1 + at % 2) for at, name in enumerate(CLIPS)])
 
 
 # ---- the interface ----
 
 
-def test_the_pair_is_what_booster_and_its_callers_expect() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = model_of()
-        plain = adamw(groups_of(model))
-        booster = Booster(plugin=ours(stage=2, precision="bf16"))
-        boosted, optimizer, criterion, loader, scheduler = booster.boost(model, plain, len, [1], None)
-        assert (criterion, loader, scheduler) == (len, [1], None)
-        assert isinstance(optimizer, LowLevelZeroOptimizer)
-        assert isinstance(optimizer, OptimizerWrapper)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert isinstance(boosted, ModelWrapper)
-        assert isinstance(boosted, AMPModelMixin)
-        assert boosted.unwrap() is model
-        assert optimizer.unwrap() is plain
-        assert optimizer.optim is plain
-        assert optimizer.param_groups is plain.param_groups
-        assert optimizer.parameters == [p for group in plain.param_groups for p in group["params"]]
-        assert model.inward.weight.dtype == torch.bfloat16
-        assert boosted(batch(0, 0)[0]).dtype == torch.bfloat16  # inputs are cast
-        assert optimizer.get_grad_norm() is None
-        plugin = booster.plugin
-        assert (plugin.stage, plugin.precision, plugin.verbose, plugin.use_fp8) == (2, "bf16", False, False)
-        assert ours(verbose=True).verbose is True
-
-    run_ranks(rank, 2)
+def the_pair_is_what_booster_and_its_callers_expect(rank: int, world_size: int) -> None:
+    model = model_of()
+    plain = adamw(groups_of(model))
+    booster = Booster(plugin=ours(stage=2, precision="bf16"))
+    boosted, optimizer, criterion, loader, scheduler = booster.boost(model, plain, len, [1], None)
+    assert (criterion, loader, scheduler) == (len, [1], None)
+    for kind in (LowLevelZeroOptimizer, OptimizerWrapper, torch.optim.Optimizer):
+        assert isinstance(optimizer, kind)
+    for kind in (ModelWrapper, AMPModelMixin):
+        assert isinstance(boosted, kind)
+    assert boosted.unwrap() is model
+    assert optimizer.unwrap() is plain
+    assert optimizer.optim is plain
+    assert optimizer.param_groups is plain.param_groups
+    assert optimizer.parameters == [p for group in plain.param_groups for p in group["params"]]
+    assert model.inward.weight.dtype == torch.bfloat16
+    assert boosted(batch(0, 0)[0]).dtype == torch.bfloat16  # inputs are cast
+    assert optimizer.get_grad_norm() is None
+    plugin = booster.plugin
+    assert (plugin.stage, plugin.precision, plugin.verbose, plugin.use_fp8) == (2, "bf16", False, False)
+    assert ours(verbose=True).verbose is True
 
 
-def test_a_model_can_be_boosted_alone() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        boosted, optimizer, *_ = Booster(plugin=ours(precision="bf16", cast_inputs=False)).boost(model_of())
-        assert optimizer is None
-        boosted.update_master_params()
-        boosted._force_wait_all_gather()
-        with pytest.raises(RuntimeError, match="dtype"):
-            boosted(batch(0, 0)[0])
-
-    run_ranks(rank, 1)
+def a_model_can_be_boosted_alone(rank: int, world_size: int) -> None:
+    boosted, optimizer, *_ = Booster(plugin=ours(precision="bf16", cast_inputs=False)).boost(model_of())
+    assert optimizer is None
+    boosted.update_master_params()
+    boosted._force_wait_all_gather()
+    with pytest.raises(RuntimeError, match="dtype"):
+        boosted(batch(0, 0)[0])
 
 
-def test_keywords_and_defaults_are_colossalais() -> None:
-    def of(plugin: type) -> dict[str, Any]:
-        return {name: p.default for name, p in inspect.signature(plugin).parameters.items()}
-
-    assert of(LowLevelZeroPlugin) == of(TheirPlugin)
-    assert list(of(LowLevelZeroPlugin)) == list(of(TheirPlugin))
-
-
-def test_what_it_supports() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        for stage in (1, 2):
-            plugin = ours(stage=stage)
-            assert plugin.support_no_sync()
-            assert plugin.support_lora()
-            assert plugin.supported_devices() == ["cuda", "npu", "cpu"]
-            assert plugin.supported_precisions() == ["fp16", "bf16", "fp32"]
-        assert type(get_accelerator()) is HostAccelerator
-        get_accelerator().synchronize()
-        get_accelerator().empty_cache()
-        get_accelerator().manual_seed_all(1)
-        assert get_accelerator().device_count() == 1
-        set_by_the_user = get_accelerator()
-        ours()
-        assert get_accelerator() is set_by_the_user
-
-    run_ranks(rank, 1)
+def it_says_what_it_supports(rank: int, world_size: int) -> None:
+    for stage in (1, 2):
+        plugin = ours(stage=stage)
+        assert plugin.support_no_sync()
+        assert plugin.support_lora()
+        assert plugin.supported_devices() == ["cuda", "npu", "cpu"]
+        assert plugin.supported_precisions() == ["fp16", "bf16", "fp32"]
+    assert type(get_accelerator()) is HostAccelerator
+    get_accelerator().synchronize()
+    get_accelerator().empty_cache()
+    get_accelerator().manual_seed_all(1)
+    assert get_accelerator().device_count() == 1
+    set_by_the_user = get_accelerator()
+    ours()
+    assert get_accelerator() is set_by_the_user
 
 
-def test_schedulers_work_on_either_optimizer() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = model_of()
-        plain = adamw(groups_of(model))
-        made_before = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
-        booster = Booster(plugin=ours(precision="fp32"))
-        boosted, optimizer, _, _, made_before = booster.boost(model, plain, lr_scheduler=made_before)
-        for _ in range(2):
-            booster.backward(boosted(batch(rank, 0)[0]).square().mean(), optimizer)
-            optimizer.step()
-            made_before.step()
-        assert [group["lr"] for group in optimizer.param_groups] == [2.5e-3, 2.5e-3]
-        made_after = CosineAnnealingWarmupLR(optimizer, total_steps=10, warmup_steps=5)
+def schedulers_work_on_either_optimizer(rank: int, world_size: int) -> None:
+    model = model_of()
+    plain = adamw(groups_of(model))
+    made_before = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+    booster = Booster(plugin=ours(precision="fp32"))
+    boosted, optimizer, _, _, made_before = booster.boost(model, plain, lr_scheduler=made_before)
+    for _ in range(2):
+        booster.backward(boosted(batch(rank, 0)[0]).square().mean(), optimizer)
         optimizer.step()
-        made_after.step()
-        assert plain.param_groups[0]["lr"] == pytest.approx(1e-2 * 2 / 5)  # of the rate it began with
+        made_before.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [2.5e-3, 2.5e-3]
+    made_after = CosineAnnealingWarmupLR(optimizer, total_steps=10, warmup_steps=5)
+    optimizer.step()
+    made_after.step()
+    assert plain.param_groups[0]["lr"] == pytest.approx(1e-2 * 2 / 5)  # of the rate it began with
 
-    run_ranks(rank, 2)
 
-
-def test_prepare_dataloader_shares_the_data() -> None:
-    def rank(rank: int, world_size: int) -> list[int]:
-        loader = ours().prepare_dataloader(torch.arange(12), batch_size=3, shuffle=True, drop_last=True)
-        return [int(x) for part in loader for x in part]
-
-    parts = run_ranks(rank, 2)
+def prepare_dataloader_shares_the_data(rank: int, world_size: int) -> None:
+    loader = ours().prepare_dataloader(torch.arange(12), batch_size=3, shuffle=True, drop_last=True)
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, [int(x) for part in loader for x in part])
     assert sorted(parts[0] + parts[1]) == list(range(12))
 
 
-def test_a_pair_goes_when_nobody_uses_it() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        gc.collect()
-        gc.disable()
-        pair = boost(ours, stage=2, precision="bf16")
-        pair.train(rank, 0, 2)
-        module = pair.model.unwrap()
-        gone = [ref(pair.model), ref(pair.optimizer), ref(pair.optimizer.optim)]
-        del pair
-        assert [each() for each in gone] == [None] * 3
-        again = Booster(plugin=ours(precision="fp32")).boost(module, adamw(module.parameters()))  # not boosted any more
-        assert again[1] is not None
+def fp16_defaults_find_their_scale(rank: int, world_size: int) -> None:
+    pair = boost(ours)
+    assert pair.optimizer.loss_scale == 2**32
+    pair.train(rank, 0, 40)
+    assert 1 <= pair.optimizer.loss_scale <= 2**24
+    assert not torch.equal(pair.values()["inward.weight"], model_values()["inward.weight"].half())
 
-    run_ranks(rank, 2)
+
+def a_pair_goes_when_nobody_uses_it(rank: int, world_size: int) -> None:
+    gc.collect()
+    gc.disable()
+    pair = boost(ours, stage=2, precision="bf16")
+    pair.train(rank, 0, 2)
+    module = pair.model.unwrap()
+    gone = [ref(pair.model), ref(pair.optimizer), ref(pair.optimizer.optim)]
+    del pair
+    assert [each() for each in gone] == [None] * 3
+    again = Booster(plugin=ours(precision="fp32")).boost(module, adamw(module.parameters()))  # not boosted any more
+    assert again[1] is not None
+    gc.enable()
+
+
+INTERFACE = (
+    the_pair_is_what_booster_and_its_callers_expect,
+    a_model_can_be_boosted_alone,
+    it_says_what_it_supports,
+    schedulers_work_on_either_optimizer,
+    prepare_dataloader_shares_the_data,
+    fp16_defaults_find_their_scale,
+    a_pair_goes_when_nobody_uses_it,
+)
+
+
+def test_the_interface_is_what_booster_s_users_expect(subtests: pytest.Subtests) -> None:
+    check_each(subtests, 2, INTERFACE)
+
+
+def keywords(of: Callable[..., Any]) -> list[tuple[str, Any]]:
+    return [(name, p.default) for name, p in inspect.signature(of).parameters.items()]
+
+
+def test_keywords_and_defaults_are_colossalais() -> None:
+    assert inspect.signature(LowLevelZeroPlugin) == inspect.signature(TheirPlugin)
+    ours = {"overlap_communication": True, "reduce_bucket_size": None}
+    theirs = [(name, ours.get(name, default)) for name, default in keywords(Theirs)]
+    assert keywords(LowLevelZeroOptimizer)[: len(theirs)] == theirs
 
 
 # ---- what is refused ----
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"stage": 3}, AssertionError, "only supports stage 1/2"),
-        ({"precision": "fp8"}, AssertionError, "only supports .*fp16"),
-        ({"norm_type": 1.0}, AssertionError, "norm_type=2.0"),
-        ({"use_fp8": True}, NotImplementedError, "use_fp8=True is not available yet"),
-        (
-            {"extra_dp_size": 0},
-            ValueError,
-            "extra_dp_size: expected a number of groups to split the ranks into, at least 1, got 0",
-        ),
-        ({"max_norm": -1.0}, ValueError, "clip_grad_norm: expected a number >= 0"),
-        ({"reduce_bucket_size_in_m": 0}, ValueError, "reduce_bucket_size: expected an int of at least 1"),
-        ({"communication_dtype": torch.int8}, ValueError, "communication_dtype: expected"),
-        ({"growth_factor": 0.5}, ValueError, "growth_factor: expected a number above 1"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """By ColossalAI's own plugin, or when the optimizer is constructed."""
-
-    def rank(rank: int, world_size: int) -> None:
-        with pytest.raises(error, match=message):
-            boost(ours, **options)
-
-    run_ranks(rank, 1)
 
 
 def test_it_needs_a_process_group() -> None:
@@ -384,102 +338,105 @@ def test_it_needs_a_process_group() -> None:
         LowLevelZeroPlugin()
 
 
-def test_its_keywords_are_colossalai_s() -> None:
-    assert inspect.signature(LowLevelZeroPlugin) == inspect.signature(TheirPlugin)
+def option(**options: Any) -> Check:
+    """By ColossalAI's own plugin, or when the optimizer is constructed."""
+    return lambda rank, world_size: boost(ours, **options)
 
 
-def test_pipelines_are_refused() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours)
-        pair.booster.execute_pipeline(iter([]), pair.model, len, pair.optimizer)
-
-    for raised in run_ranks_expecting(rank, 2):
-        assert "does not support pipeline" in raised.message
+def boosting(make: Callable[[int], tuple[Any, Any]], plugin: Callable[..., Any] = ours) -> Check:
+    return lambda rank, world_size: Booster(plugin=plugin(precision="fp32")).boost(*make(rank))
 
 
-def optimizer_boosted_twice(booster: Booster, rank: int) -> None:
-    model = model_of()
-    plain = adamw(model.parameters())
+def a_pair(optimizer: Callable[..., Any] = adamw, **options: Any) -> tuple[Any, Any]:
+    model = model_of(**options)
+    return model, optimizer(model.parameters())
+
+
+def boosted_twice(rank: int, world_size: int) -> None:
+    booster, (model, plain) = Booster(plugin=ours(precision="fp32")), a_pair()
     booster.boost(model, plain)
     booster.boost(model, plain)
 
 
-def boosted_by_another_plugin(booster: Booster, rank: int) -> None:
-    model = model_of()
-    booster.boost(*Booster(plugin=ddp()).boost(model, adamw(model.parameters()))[:2])
+def strangers_on_rank_1(rank: int) -> tuple[Any, Any]:
+    model, optimizer = a_pair()
+    return model_of() if rank == 1 else model, optimizer
 
 
-def strangers_parameters(booster: Booster, rank: int) -> None:
-    booster.boost(model_of(), adamw(model_of(1).parameters()))
+def of_sparse_gradients(rank: int) -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def no_module(booster: Booster, rank: int) -> None:
-    booster.boost(len, adamw(model_of().parameters()))
+def pipeline(rank: int, world_size: int) -> None:
+    pair = boost(ours)
+    pair.booster.execute_pipeline(iter([]), pair.model, len, pair.optimizer)
 
 
-def no_optimizer(booster: Booster, rank: int) -> None:
-    booster.boost(model_of(), len)
+def no_sync_too_early(rank: int, world_size: int) -> None:
+    Booster(plugin=ours(precision="fp32")).no_sync(*a_pair())
 
 
-def not_elementwise(booster: Booster, rank: int) -> None:
-    model = model_of()
-    booster.boost(model, torch.optim.LBFGS(model.parameters()))
+def norm_of_no_type(rank: int, world_size: int) -> None:
+    pair = boost(ours, precision="fp32")
+    pair.backward(rank, 0)
+    pair.optimizer.clip_grad_by_norm(0.1, 0)
 
 
-def other_models(booster: Booster, rank: int) -> None:
-    model = model_of(width=11 + rank)
-    booster.boost(model, adamw(model.parameters()))
+MISTAKES: dict[str, tuple[Any, ...]] = {
+    "stage": (option(stage=3), "AssertionError: ", "only supports stage 1/2"),
+    "fp8": (option(use_fp8=True), "NotImplementedError: use_fp8=True is not available yet"),
+    "no groups": (
+        option(extra_dp_size=0),
+        "ValueError: extra_dp_size: expected a number of groups to split the ranks into, at least 1, got 0",
+    ),
+    "groups of a rank and a half": (
+        option(extra_dp_size=4),
+        "AssertionError: extra_dp_size should be a factor of world_size",
+    ),
+    "max_norm": (option(max_norm=-1.0), "ValueError: clip_grad_norm: expected a number >= 0"),
+    "bucket size": (option(reduce_bucket_size_in_m=0), "ValueError: reduce_bucket_size: expected an int of at least 1"),
+    "dtype": (option(communication_dtype=torch.int8), "ValueError: communication_dtype: expected"),
+    "growth": (option(growth_factor=0.5), "ValueError: growth_factor: expected a number above 1"),
+    "norm of no type": (norm_of_no_type, "ValueError: norm_type: expected a number above 0, or inf, got 0"),
+    "boosted by another plugin": (
+        boosting(lambda rank: Booster(plugin=ddp()).boost(*a_pair())[:2]),
+        "ValueError: ",
+        "no other plugin has boosted, got a TorchDDPModel: boost the module",
+    ),
+    "optimizer boosted twice": (boosted_twice, "ValueError: ", "expected parameters of the model, got others"),
+    "strangers' parameters": (
+        boosting(lambda rank: (model_of(), a_pair(seed=1)[1])),
+        "ValueError: ",
+        "expected parameters of the model, got others, first param_groups[0]",
+    ),
+    "no module": (
+        boosting(lambda rank: (len, a_pair()[1])),
+        "TypeError: ",
+        "model: expected a torch.nn.Module, got builtin_function_or_method",
+    ),
+    "no optimizer": (
+        boosting(lambda rank: (model_of(), len)),
+        "TypeError: ",
+        "optimizer: expected a torch.optim.Optimizer, got builtin",
+    ),
+    "not elementwise": (boosting(lambda rank: a_pair(torch.optim.LBFGS)), "TypeError: ", "LBFGS"),
+    "other models": (boosting(lambda rank: a_pair(width=11 + rank)), "ValueError: ", "parameter inward.weight"),
+    "names are the model's own": (boosting(of_sparse_gradients), "ValueError: 0.weight: expected a dense gradient"),
+    "no_sync too early": (
+        no_sync_too_early,
+        "TypeError: ",
+        "expected the one that booster.boost returned, got AdamW",
+    ),
+    "pipeline": (pipeline, "AssertionError: ", "does not support pipeline"),
+}
 
 
-def no_sync_too_early(booster: Booster, rank: int) -> None:
-    booster.no_sync(model_of(), adamw(model_of().parameters()))
-
-
-BAD_BOOSTS = [
-    (boosted_by_another_plugin, "ValueError", "no other plugin has boosted, got a TorchDDPModel: boost the module"),
-    (optimizer_boosted_twice, "ValueError", "expected parameters of the model, got others"),
-    (strangers_parameters, "ValueError", "expected parameters of the model, got others, first param_groups[0]"),
-    (no_module, "TypeError", "model: expected a torch.nn.Module, got builtin_function_or_method"),
-    (no_optimizer, "TypeError", "optimizer: expected a torch.optim.Optimizer, got builtin"),
-    (not_elementwise, "TypeError", "LBFGS"),
-    (other_models, "ValueError", "parameter inward.weight"),
-    (no_sync_too_early, "TypeError", "expected the one that booster.boost returned, got AdamW"),
-]
-
-
-@pytest.mark.parametrize(("mistake", "error", "message"), BAD_BOOSTS, ids=lambda value: getattr(value, "__name__", ""))
-def test_mistakes_are_refused_on_every_rank(mistake: Any, error: str, message: str) -> None:
-    def rank(rank: int, world_size: int) -> None:
-        mistake(Booster(plugin=ours(precision="fp32")), rank)
-
-    for raised in run_ranks_expecting(rank, 2):
-        assert raised.type == error
-        assert message in raised.message
+def test_mistakes_are_refused_on_every_rank(subtests: pytest.Subtests) -> None:
+    check_refusals(subtests, 2, MISTAKES)
 
 
 def test_a_mistake_of_one_rank_is_told_to_all() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = model_of()
-        Booster(plugin=ours()).boost(model, adamw((model_of() if rank == 1 else model).parameters()))
-
-    first, second = run_ranks_expecting(rank, 2)
+    first, second = run_ranks_expecting(boosting(strangers_on_rank_1), 2)
     assert first.message.startswith("rank 1 could not boost its model and optimizer: ValueError: optimizer: expected")
     assert second.message.startswith("optimizer: expected parameters of the model")
-
-
-def test_names_in_messages_are_the_models_own() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-        Booster(plugin=ours(precision="fp32")).boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-    for raised in run_ranks_expecting(rank, 2):
-        assert raised.message.startswith("0.weight: expected a dense gradient")
-
-
-def test_the_optimizer_s_keywords_and_defaults_are_colossalais() -> None:
-    def keywords(optimizer: Any) -> list[tuple[str, Any]]:
-        return [(name, p.default) for name, p in inspect.signature(optimizer).parameters.items()]
-
-    ours = {"overlap_communication": True, "reduce_bucket_size": None}
-    theirs = [(name, ours.get(name, default)) for name, default in keywords(Theirs)]
-    assert keywords(LowLevelZeroOptimizer)[: len(theirs)] == theirs
