@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,110 +37,60 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained_state(pair: Pair, width: int) -> dict[str, Any]:
+Mistake = Callable[[Pair, str], Any]
+"""Of a boosted pair and the folder that is ``prepared``."""
+
+
+def saving(what: str, name: str, **options: Any) -> Mistake:
+    """``save_model`` or ``save_optimizer`` of the pair's, to a name in the folder."""
+    return lambda pair, folder: getattr(pair.booster, f"save_{what}")(getattr(pair, what), folder + name, **options)
+
+
+def loading(what: str, name: str) -> Mistake:
+    return lambda pair, folder: getattr(pair.booster, f"load_{what}")(getattr(pair, what), folder + name)
+
+
+def save_plain_optimizer(pair: Pair, folder: str) -> None:
+    pair.booster.save_optimizer(pair.optimizer.optim, folder + "new.pt")
+
+
+def save_scheduler_to_folder(pair: Pair, folder: str) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model_of().parameters()), 1)
+    pair.booster.save_lr_scheduler(scheduler, folder + "folder")
+
+
+def load_other_states(pair: Pair, folder: str) -> None:
     state = pair.state()
     for each in state["state"].values():
-        each["exp_avg"] = torch.zeros(*(width + extent for extent in each["exp_avg"].shape))
-    return state
+        each["exp_avg"] = torch.zeros(*(1 + extent for extent in each["exp_avg"].shape))
+    pair.optimizer.load_state_dict(state)
 
 
-OTHER = sgd(model_of().parameters())
-BAD_FILES: list[tuple[str, Any, str, str]] = [
-    ("save a plain model", lambda p, d: p.booster.save_model(model_of(), d("new.pt")), "TypeError", "boost the model"),
-    (
-        "save a plain optimizer",
-        lambda p, d: p.booster.save_optimizer(p.optimizer.optim, d("new.pt")),
-        "TypeError",
-        "optimizer: expected what booster.boost returned with this plugin, got AdamW",
-    ),
-    ("load a plain model", lambda p, d: p.booster.load_model(model_of(), d("wider.pt")), "TypeError", "got Net"),
-    (
-        "save a model to a folder",
-        lambda p, d: p.booster.save_model(p.model, d("folder")),
-        "IsADirectoryError",
-        "shard=True",
-    ),
-    (
-        "save an optimizer to a folder",
-        lambda p, d: p.booster.save_optimizer(p.optimizer, d("folder")),
-        "IsADirectoryError",
-        "folder: expected the path of a file to write, got a directory",
-    ),
-    (
-        "save shards to a file",
-        lambda p, d: p.booster.save_model(p.model, d("file.pt"), shard=True),
-        "NotADirectoryError",
-        "file.pt: expected a directory",
-    ),
-    (
-        "save optimizer shards to a file",
-        lambda p, d: p.booster.save_optimizer(p.optimizer, d("file.pt"), shard=True),
-        "NotADirectoryError",
-        "file.pt: expected a directory",
-    ),
-    (
-        "save over another checkpoint",
-        lambda p, d: p.booster.save_optimizer(p.optimizer, d("indexed"), shard=True),
-        "FileExistsError",
-        "found other.bin.index.json",
-    ),
-    ("save nowhere", lambda p, d: p.booster.save_model(p.model, d("no/new.pt")), "FileNotFoundError", "create"),
-    (
-        "save safetensors by another name",
-        lambda p, d: p.booster.save_model(p.model, d("new.pt"), use_safetensors=True),
-        "ValueError",
-        "ends in .safetensors",
-    ),
-    (
-        "save asynchronously by another name",
-        lambda p, d: p.booster.save_optimizer(p.optimizer, d("new.pt"), use_async=True),
-        "ValueError",
-        "ends in .safetensors",
-    ),
-    (
-        "save a scheduler to a folder",
-        lambda p, d: p.booster.save_lr_scheduler(torch.optim.lr_scheduler.StepLR(OTHER, 1), d("folder")),
-        "IsADirectoryError",
-        "folder",
-    ),
-    ("load nothing", lambda p, d: p.booster.load_optimizer(p.optimizer, d("nothing.pt")), "RuntimeError", "nothing.pt"),
-    ("load a folder", lambda p, d: p.booster.load_model(p.model, d("folder")), "IsADirectoryError", "folder"),
-    (
-        "load a wider model",
-        lambda p, d: p.booster.load_model(p.model, d("wider.pt")),
-        "ValueError",
-        "inward.weight: expected (11, 7), ",
-    ),
-    (
-        "load less",
-        lambda p, d: p.booster.load_model(p.model, d("less.pt")),
-        "ValueError",
-        "model's again.bias, found none",
-    ),
-    (
-        "load more",
-        lambda p, d: p.booster.load_model(p.model, d("more.pt")),
-        "ValueError",
-        "found more: build the model",
-    ),
-    (
-        "load other groups",
-        lambda p, d: p.booster.load_optimizer(p.optimizer, d("groups.pt")),
-        "ValueError",
-        "expected param groups of [4, 4] parameters (frozen ones included), got [10]",
-    ),
-    (
-        "load a model as optimizer",
-        lambda p, d: p.booster.load_optimizer(p.optimizer, d("wider.pt")),
-        "ValueError",
-        "with 'state' and 'param_groups', got one with ['again.bias'",
-    ),
-    (
-        "load other states",
-        lambda p, d: p.optimizer.load_state_dict(trained_state(p, 1)),
-        "ValueError",
-        "inward.weight: expected exp_avg of its shape (11, 7), got (12, 8)",
-    ),
+ANOTHER_NAME = "ends in .safetensors"
+OTHER_GROUPS = "expected param groups of [4, 4] parameters (frozen ones included), got [10]"
+OTHER_SHAPE = "inward.weight: expected exp_avg of its shape (11, 7), got (12, 8)"
+PLAIN_OPTIMIZER = "optimizer: expected what booster.boost returned with this plugin, got AdamW"
+BAD_FILES: list[tuple[Mistake, str, str]] = [
+    (lambda pair, folder: pair.booster.save_model(model_of(), folder + "new.pt"), "TypeError", "boost the model"),
+    (save_plain_optimizer, "TypeError", PLAIN_OPTIMIZER),
+    (lambda pair, folder: pair.booster.load_model(model_of(), folder + "wider.pt"), "TypeError", "got Net"),
+    (saving("model", "folder"), "IsADirectoryError", "shard=True"),
+    (saving("optimizer", "folder"), "IsADirectoryError", "folder: expected the path of a file to write"),
+    (saving("model", "file.pt", shard=True), "NotADirectoryError", "file.pt: expected a directory"),
+    (saving("optimizer", "file.pt", shard=True), "NotADirectoryError", "file.pt: expected a directory"),
+    (saving("optimizer", "indexed", shard=True), "FileExistsError", "found other.bin.index.json"),
+    (saving("model", "no/new.pt"), "FileNotFoundError", "create"),
+    (saving("model", "new.pt", use_safetensors=True), "ValueError", ANOTHER_NAME),
+    (saving("optimizer", "new.pt", use_async=True), "ValueError", ANOTHER_NAME),
+    (save_scheduler_to_folder, "IsADirectoryError", "folder"),
+    (loading("optimizer", "nothing.pt"), "RuntimeError", "nothing.pt"),
+    (loading("model", "folder"), "IsADirectoryError", "folder"),
+    (loading("model", "wider.pt"), "ValueError", "inward.weight: expected (11, 7), "),
+    (loading("model", "less.pt"), "ValueError", "model's again.bias, found none"),
+    (loading("model", "more.pt"), "ValueError", "found more: build the model"),
+    (loading("optimizer", "groups.pt"), "ValueError", OTHER_GROUPS),
+    (loading("optimizer", "wider.pt"), "ValueError", "with 'state' and 'param_groups', got one with ['again.bias'"),
+    (load_other_states, "ValueError", OTHER_SHAPE),
 ]
 
 
@@ -147,18 +98,18 @@ def test_mistakes_are_refused_on_every_rank(tmp_path: Path, subtests: pytest.Sub
     prepared(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    def rank(rank: int, world_size: int, what: str, mistake: Any, error: str, message: str) -> None:
+    def rank(rank: int, world_size: int, mistake: Mistake, error: str, message: str) -> None:
         pair = boost(ours, precision="bf16")
         pair.train(rank, 0, 1)
         values, state = pair.values(), pair.state()
         try:
-            mistake(pair, lambda name: str(tmp_path / name))
+            mistake(pair, f"{tmp_path}/")
         finally:
             check_equal(values, pair.values())
             check_equal(state, pair.state())
 
-    for (what, _, error, message), ran in run_cases_expecting(rank, 2, BAD_FILES):
-        with subtests.test(what):
+    for (_, error, message), ran in run_cases_expecting(rank, 2, BAD_FILES):
+        with subtests.test(f"{error}: {message}"):
             raised = ran.raised()
             for each in raised:
                 assert message in each.message or each.message.startswith("rank 0 could not save its")
@@ -192,40 +143,27 @@ def test_what_rank_zero_cannot_write_is_told_to_all(tmp_path: Path) -> None:
     ]
 
 
-def test_one_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> None:
+UNREADABLE = [("model", 1, "file"), ("optimizer", 0, "file"), ("optimizer", 1, "folder"), ("optimizer", 1, "groups")]
+
+
+def test_one_rank_that_cannot_read_stops_all(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Of an optimizer the others are past the first agreement by then."""
+
+    def rank(rank: int, world_size: int, what: str, unlucky: int, missing: str) -> None:
         pair = boost(ours, precision="fp32")
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        torch.save(pair.model.unwrap().state_dict(), folder / "model.pt")
-        shutil.rmtree(folder) if rank == 1 else None
-        pair.booster.load_model(pair.model, str(folder / "model.pt"))
-
-    first, second = run_ranks_expecting(rank, 2)
-    assert first.message.startswith("rank 1 could not load its model: ")
-    assert "model.pt" in second.message
-
-
-@pytest.mark.parametrize(("unlucky", "missing"), [(0, "file"), (1, "folder"), (1, "groups")])
-def test_one_rank_that_cannot_read_its_optimizer_stops_all(unlucky: int, missing: str, tmp_path: Path) -> None:
-    """The others are past the first agreement by then."""
-
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, precision="fp32")
-        saved, own = tmp_path / "saved", tmp_path / str(rank)
-        pair.booster.save_optimizer(
-            pair.optimizer, str(saved if missing != "file" else saved.with_suffix(".pt")), missing != "file"
-        )
+        case = tmp_path / f"{what}, {missing}"
+        case.mkdir(exist_ok=True)
+        saved, own = case / "saved", case / str(rank)
+        saving(what, "saved", shard=missing != "file")(pair, f"{case}/")
         dist.barrier()
-        if missing == "file":
-            shutil.copy(saved.with_suffix(".pt"), own)
-        else:
-            shutil.copytree(saved, own)
+        shutil.copy(saved, own) if missing == "file" else shutil.copytree(saved, own)
         if rank == unlucky:
             gone = own / "pytorch_optim_group.bin" if missing == "groups" else own
             shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-        pair.booster.load_optimizer(pair.optimizer, str(own))
+        loading(what, str(rank))(pair, f"{case}/")
 
-    raised = run_ranks_expecting(rank, 2)
-    assert raised[1 - unlucky].message.startswith(f"rank {unlucky} could not load its optimizer: ")
-    assert str(tmp_path / str(unlucky)) in raised[unlucky].message
+    for (what, unlucky, missing), ran in run_cases_expecting(rank, 2, UNREADABLE):
+        with subtests.test(f"{what}, {missing}"):
+            raised = ran.raised()
+            assert raised[1 - unlucky].message.startswith(f"rank {unlucky} could not load its {what}: ")
+            assert str(tmp_path / f"{what}, {missing}" / str(unlucky)) in raised[unlucky].message
