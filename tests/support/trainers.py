@@ -98,4 +98,16 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def gentle(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW, whose ``eps`` keeps small gradients' rounding small."""
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)
+
+
+def check_ends(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: float) -> None:
+    """Check that both have the same weights, each element to ``tolerance``."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, atol=tolerance, rtol=0, msg=name)
+
+
 Make = Callable[[Any], torch.optim.Optimizer]
