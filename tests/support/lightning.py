@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lowlevel_zero.trainers.lightning import ZeroStrategy
@@ -67,20 +66,13 @@ class Net(pl.LightningModule):
 
     Args:
         drop: each rank leaves layers out at random, and nobody ever uses the last one in the first steps.
-        checkpointed: activations of the layers are computed again in backward.
         compiled: the layers are.
         adam: AdamW over two groups, with a scheduler that changes learning rates and momenta in each step.
     """
 
-    def __init__(
-        self,
-        drop: bool = False,
-        checkpointed: bool = False,
-        compiled: bool = False,
-        adam: bool = False,
-    ) -> None:
+    def __init__(self, drop: bool = False, compiled: bool = False, adam: bool = False) -> None:
         super().__init__()
-        self.drop, self.checkpointed, self.compiled, self.adam = drop, checkpointed, compiled, adam
+        self.drop, self.compiled, self.adam = drop, compiled, adam
         self.seen: list[tuple[str, float]] = []
         self.make()
 
@@ -96,9 +88,7 @@ class Net(pl.LightningModule):
         hidden = torch.tanh(self.inward(self.norm(x)))
         for place, layer in enumerate(self.layers):
             if not (self.drop and self.training and self.drops(step, place)):
-                hidden = hidden + (
-                    checkpoint(layer, hidden, use_reentrant=False) if self.checkpointed else layer(hidden)
-                )
+                hidden = hidden + layer(hidden)
         return self.outward(hidden)
 
     def drops(self, step: int, place: int) -> bool:
@@ -220,10 +210,14 @@ def batches(count: int = 16, seed: int = 1, dtype: torch.dtype = torch.float32) 
     return DataLoader(TensorDataset(x.to(dtype), y.to(dtype)), batch_size=2)
 
 
+def trainer_of(world_size: int, strategy: Any, **options: Any) -> pl.Trainer:
+    return pl.Trainer(devices=world_size, strategy=strategy, **{**QUIET, "max_epochs": 2, **options})
+
+
 def fit(rank: int, world_size: int, module: pl.LightningModule, strategy: Any, **options: Any) -> pl.Trainer:
     path = options.pop("ckpt_path", None)
     with torchrun(rank, world_size):
-        trainer = pl.Trainer(devices=world_size, strategy=strategy, **{**QUIET, "max_epochs": 2, **options})
+        trainer = trainer_of(world_size, strategy, **options)
         trainer.fit(module, batches(), batches(8, seed=2), ckpt_path=path)
     return trainer
 

@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tqdm import tqdm
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.lives import alive
+from tests.support.lightning import QUIET, QUIETLY, torchrun
 from tests.support.ranks import run_cases
 from tests.support.trainers import launched
+
+pytestmark = QUIETLY
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
 SCRIPTS = dict(re.findall(r"^## (\w+)\n(?:.*?)^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL))
@@ -22,8 +27,10 @@ SCRIPTS = dict(re.findall(r"^## (\w+)\n(?:.*?)^```python\n(.*?)^```$", PAGE, fla
 def run(rank: int, world_size: int, name: str, folder: str) -> set[str]:
     """The files that it has written."""
     before = os.getcwd()
+    tqdm.monitor_interval = 0  # its thread would stay
     os.chdir(folder)
-    with launched(rank, world_size):
+    with launched(rank, world_size) if name != "Lightning" else torchrun(rank, world_size):
+        os.environ.update({f"PL_TRAINER_{name.upper()}": str(value) for name, value in QUIET.items()})
         names: dict[str, object] = {"__name__": "__main__"}
         exec(compile(SCRIPTS[name], f"{name}.py", "exec"), names)
         (optimizer,) = alive().values()
@@ -35,13 +42,14 @@ def run(rank: int, world_size: int, name: str, folder: str) -> set[str]:
 
 
 def test_the_scripts_run(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    cases = [(name, str(tmp_path / name)) for name in SCRIPTS if name != "Lightning"]  # see test_lightning.py
-    assert {name for name, _ in cases} == {"accelerate", "transformers"}
+    cases = [(name, str(tmp_path / name)) for name in SCRIPTS]
+    assert SCRIPTS.keys() == {"accelerate", "transformers", "Lightning"}
     for _, folder in cases:
         Path(folder).mkdir()
     for (name, _), ran in run_cases(run, 2, cases):
         with subtests.test(name):
             assert all(ran.values())
+    assert torch.load(tmp_path / "Lightning" / "last.ckpt", weights_only=True)["optimizer_states"]
 
 
 @pytest.mark.soak

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,21 +14,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.trainers.lightning import ZeroStrategy
+from tests.support.cases import Check, check_cases, check_refusals
 from tests.support.lightning import (
-    QUIET,
     QUIETLY,
     STAGE_2,
     Gan,
@@ -43,13 +36,55 @@ from tests.support.lightning import (
     plain,
     same,
     torchrun,
+    trainer_of,
     whole,
 )
-from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
+from tests.support.ranks import run_ranks
+from tests.support.trainers import check_ends
 
 pytestmark = QUIETLY
 
 # ---- the numbers of DDPStrategy ----
+
+
+Strategy = Callable[[], Any]
+
+
+def one_fit(rank: int, world_size: int, module: pl.LightningModule, strategy: Strategy, **options: Any) -> None:
+    fit(rank, world_size, module, strategy(), **options)
+
+
+def fit_validate_fit(rank: int, world_size: int, module: pl.LightningModule, strategy: Strategy) -> None:
+    """By one trainer, whose epochs are counted on."""
+    with torchrun(rank, world_size):
+        trainer = trainer_of(world_size, strategy(), max_epochs=1)
+        trainer.fit(module, batches(), batches(8, seed=2))
+        trainer.validate(module, batches(8, seed=2), verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, batches(), batches(8, seed=2))
+
+
+def three_trainers(rank: int, world_size: int, module: pl.LightningModule, strategy: Strategy) -> None:
+    """All are kept."""
+    kept = []
+    with torchrun(rank, world_size):
+        for _ in range(3):
+            kept.append(trainer_of(world_size, strategy(), max_epochs=1))
+            kept[-1].fit(module, batches())
+
+
+def broken_off(rank: int, world_size: int, module: pl.LightningModule, strategy: Strategy) -> None:
+    """In the midst of accumulation; and deleted, which leaves cycles."""
+    for accumulated in (3, 2):
+        options = {"accumulate_grad_batches": accumulated, "limit_train_batches": 4, "max_epochs": 1}
+        fit(rank, world_size, module, strategy(), **options)
+
+
+class OnADevice(NoBuffers):
+    """Changes where the end of a fit moves it to the host, as a module does that is on a device."""
+
+    def cpu(self) -> OnADevice:
+        return self.double().float()
 
 
 @dataclass(frozen=True)
@@ -60,9 +95,11 @@ class Run:
     trainer: Callable[[], dict[str, Any]] = dict
     zero: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    fits: Callable[..., None] = one_fit
 
 
 UNUSED = {"find_unused_parameters": True}
+LATE = {"overlap_allgather": True}
 
 RUNS = {
     "clipped in stage 2, accumulation": Run(
@@ -72,65 +109,53 @@ RUNS = {
         trainer=lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, zero=STAGE_2
     ),
     "clipped under autocast": Run(trainer=lambda: {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, zero=STAGE_2),
-    "double": Run(trainer=lambda: {"precision": "64-true"}),
     "layer drop, accumulation": Run(
         lambda: Net(drop=True), lambda: {"accumulate_grad_batches": 2}, zero=STAGE_2, ddp=UNUSED
     ),
     "two optimizers": Run(Gan, ddp=UNUSED),
     "two optimizers, not toggled": Run(lambda: Gan(toggled=False), zero=STAGE_2, ddp=UNUSED),
     "norms": Run(Watched, zero=STAGE_2),
-    "accumulation that changes": Run(
-        trainer=lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3})]}, zero=STAGE_2
-    ),
     "validation in the midst": Run(
         NoBuffers, lambda: {"val_check_interval": 3, "accumulate_grad_batches": 2}, zero=STAGE_2
     ),
-    "checkpointed": Run(lambda: Net(checkpointed=True, adam=True), zero=STAGE_2),
     "compiled": Run(lambda: Net(compiled=True)),
-    "late": Run(lambda: Late(adam=True), zero={"overlap_allgather": True}),
+    "late": Run(lambda: Late(adam=True), zero=LATE),
     "moving average": Run(trainer=lambda: {"callbacks": [EMAWeightAveraging(decay=0.8)]}, zero=STAGE_2),
     "average": Run(
         trainer=lambda: {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1)], "max_epochs": 3},
         zero=STAGE_2,
     ),
+    "moved to the host": Run(OnADevice, zero=STAGE_2 | LATE, fits=three_trainers),
+    "fit, validate, fit": Run(zero=STAGE_2 | LATE, fits=fit_validate_fit),
+    "three trainers": Run(lambda: Net(adam=True), zero=STAGE_2 | LATE, fits=three_trainers),
+    "two optimizers, three trainers": Run(Gan, zero=STAGE_2 | LATE, ddp=UNUSED, fits=three_trainers),
+    "broken off": Run(NoBuffers, fits=broken_off),
 }
 
 
-def outcome(rank: int, world_size: int, run: Run, strategy: Any) -> tuple[list[tuple[str, float]], dict[str, Tensor]]:
+def outcome(rank: int, world_size: int, run: Run, strategy: Strategy) -> tuple[list[tuple[str, float]], Any]:
     torch.manual_seed(rank)  # rank 0's values are broadcast
     module = run.module()
-    fit(rank, world_size, module, strategy, **run.trainer())
+    run.fits(rank, world_size, module, strategy, **run.trainer())
     return module.seen, module.state_dict()
 
 
 def as_by_ddp(rank: int, world_size: int, name: str) -> None:
     run = RUNS[name]
-    expected_seen, expected = outcome(rank, world_size, run, DDPStrategy(**run.ddp))
-    seen, values = outcome(rank, world_size, run, ZeroStrategy(run.zero))
+    expected_seen, expected = outcome(rank, world_size, run, lambda: DDPStrategy(**run.ddp))
+    seen, values = outcome(rank, world_size, run, lambda: ZeroStrategy(run.zero))
     assert [what for what, _ in seen] == [what for what, _ in expected_seen]
     assert [value for _, value in seen] == pytest.approx([value for _, value in expected_seen], abs=1e-6)
-    assert values.keys() == expected.keys()
-    for key, value in values.items():
-        assert torch.allclose(value, expected[key], rtol=0, atol=1e-6), key
+    check_ends(expected, values, 1e-6)
 
 
-ON_3_RANKS = (
-    "clipped by value",
-    "clipped in stage 2, accumulation",
-    "layer drop, accumulation",
-    "late",
-    "norms",
-    "two optimizers",
-)
+ON_3_RANKS = ("clipped in stage 2, accumulation", "layer drop, accumulation", "norms", "two optimizers")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"), [(2, [name for name in RUNS if name not in ON_3_RANKS]), (3, ON_3_RANKS)], ids=["2", "3"]
-)
-def test_losses_and_weights_are_those_of_ddp(world_size: int, names: Sequence[str], subtests: pytest.Subtests) -> None:
-    for (name,), ran in run_cases(as_by_ddp, world_size, [(name,) for name in names], one_group=True):
-        with subtests.test(name):
-            ran.values()
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_losses_and_weights_are_those_of_ddp(world_size: int, subtests: pytest.Subtests) -> None:
+    names = [name for name in RUNS if (name in ON_3_RANKS) == (world_size == 3)]
+    check_cases(subtests, world_size, as_by_ddp, names, one_group=True)
 
 
 # ---- 16-bit parameters, which DDP has no masters for: as in a loop of one's own ----
@@ -160,10 +185,7 @@ def as_by_hand(rank: int, world_size: int, precision: str, dtype: torch.dtype) -
 
 
 def test_16_bit_parameters_have_masters(subtests: pytest.Subtests) -> None:
-    cases = [("bf16-true", torch.bfloat16), ("16-true", torch.float16)]
-    for (precision, _), ran in run_cases(as_by_hand, 2, cases):
-        with subtests.test(precision):
-            ran.values()
+    check_cases(subtests, 2, as_by_hand, [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
 
 
 # ---- batches that aren't as many on each rank, where no gradients are reduced ----
@@ -174,7 +196,7 @@ def validate_unevenly(rank: int, world_size: int, strategy: Callable[[], Any]) -
     fit(rank, world_size, module, strategy(), max_epochs=1)
     module.seen.clear()
     with torchrun(rank, world_size):
-        trainer = pl.Trainer(devices=world_size, strategy=strategy(), use_distributed_sampler=False, **QUIET)
+        trainer = trainer_of(world_size, strategy(), use_distributed_sampler=False)
         trainer.validate(module, batches(4 + 4 * rank), verbose=False)
     return module.seen
 
@@ -187,29 +209,6 @@ def test_ranks_may_validate_other_numbers_of_batches_outside_of_fit() -> None:
 
 
 # ---- processes ----
-
-
-PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-SCRIPTS = re.findall(r"^## Lightning\n(?:.*?)^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-
-
-def script(rank: int, world_size: int, folder: Path) -> None:
-    """What the page shows."""
-    before = os.getcwd()
-    os.chdir(folder)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    with torchrun(rank, world_size):
-        os.environ.update({f"PL_TRAINER_{name.upper()}": str(value) for name, value in QUIET.items()})
-        exec(compile(SCRIPTS[0], "train.py", "exec"), names)
-    os.chdir(before)
-    (optimizer,) = names["trainer"].optimizers
-    assert optimizer.options.stage == 2
-    assert optimizer.get_grad_norm()
-
-
-def test_the_script_of_the_page(tmp_path: Path) -> None:
-    run_ranks(script, 2, tmp_path)
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
 
 
 def test_one_process_trains_as_without_a_strategy() -> None:
@@ -274,66 +273,50 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-MISTAKES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any], str, str]] = {
+def mistake(make: Callable[[], pl.LightningModule], **options: Any) -> Check:
+    def misuse(rank: int, world_size: int) -> None:
+        fit(rank, world_size, make(), ZeroStrategy(), **options)
+
+    return misuse
+
+
+MISTAKES: dict[str, tuple[Any, ...]] = {
     "GradScaler": (
-        Net,
-        {"plugins": [MixedPrecision("16-mixed", "cpu")]},
-        "ValueError",
-        "precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or",
+        mistake(Net, plugins=[MixedPrecision("16-mixed", "cpu")]),
+        "ValueError: precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or",
     ),
     "sharded already": (
-        lambda: Own(lambda module: LowLevelZeroOptimizer(sgd(module.parameters()))),
-        {},
-        "TypeError",
-        "optimizer: expected a plain optimizer, got LowLevelZeroOptimizer",
+        mistake(lambda: Own(lambda module: LowLevelZeroOptimizer(sgd(module.parameters())))),
+        "TypeError: optimizer: expected a plain optimizer, got LowLevelZeroOptimizer",
     ),
     "fp16 of two": (
-        Gan,
-        {"precision": "16-true"},
-        "ValueError",
+        mistake(Gan, precision="16-true"),
+        "ValueError: ",
         "expected one optimizer where parameters are fp16, since it scales the loss, got several",
     ),
     "other layers later": (
-        Net,
-        {"callbacks": [Unfreeze()]},
-        "TypeError",
-        "callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices: use add_param_group",
+        mistake(Net, callbacks=[Unfreeze()]),
+        "TypeError: callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices: use add_",
     ),
     "no optimizer": (
-        lambda: Own(lambda module: None),
-        {},
-        "TypeError",
-        "configure_optimizers: expected at least one optimizer, got none",
+        mistake(lambda: Own(lambda module: None)),
+        "TypeError: configure_optimizers: expected at least one optimizer, got none",
     ),
     "not elementwise": (
-        lambda: Own(lambda module: torch.optim.LBFGS(module.parameters())),
-        {},
-        "TypeError",
+        mistake(lambda: Own(lambda module: torch.optim.LBFGS(module.parameters()))),
+        "TypeError: ",
         "LBFGS cannot be sharded",
     ),
 }
 
 
-def mistake(rank: int, world_size: int, name: str) -> None:
-    module, options, _, _ = MISTAKES[name]
-    fit(rank, world_size, module(), ZeroStrategy(), **options)
-
-
 def test_mistakes_are_refused_on_every_rank(subtests: pytest.Subtests) -> None:
-    for (name,), ran in run_cases_expecting(mistake, 2, [(name,) for name in MISTAKES]):
-        with subtests.test(name):
-            for raised in ran.raised():
-                assert raised.type == MISTAKES[name][2]
-                assert MISTAKES[name][3] in raised.message
+    check_refusals(subtests, 2, MISTAKES)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"find_unused_parameters": True}, "DistributedDataParallel, got find_unused_parameters"),
-        ({"ddp_comm_hook": print}, "got ddp_comm_hook"),
-    ],
-)
-def test_options_that_there_are_not(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(TypeError, match=told):
-        ZeroStrategy(**options)
+def test_options_that_there_are_not() -> None:
+    for options in ({"find_unused_parameters": True}, {"ddp_comm_hook": print}):
+        with pytest.raises(
+            TypeError, match=f"expected no option of DistributedDataParallel, got {next(iter(options))}"
+        ):
+            ZeroStrategy(**options)
