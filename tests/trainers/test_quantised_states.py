@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import Communication, LowLevelZeroOptimizer
@@ -23,6 +24,7 @@ from lowlevel_zero.layout import Layout, layout_of, memory_held
 from lowlevel_zero.optim.splits import choose_splits
 from lowlevel_zero.planning import estimate
 from lowlevel_zero.planning.saved_layout import layout_in
+from tests.support.cases import check_cases, check_each
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_ranks
 
@@ -88,8 +90,12 @@ def wrap(model: Net, make: Callable[[Any], Any], **options: Any) -> LowLevelZero
 
 def train(model: Net, optimizer: LowLevelZeroOptimizer, steps: range) -> list[Tensor]:
     """Gradients are the first rank's: so that their sums are exact, and all that is left is the optimizer."""
+    return train_by(lambda step: optimizer.backward(model.loss(step) * (dist.get_rank() == 0)), model, optimizer, steps)
+
+
+def train_by(run_back: Callable[[int], None], model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
     for step in steps:
-        optimizer.backward(model.loss(step) * (optimizer.shard_group.rank == 0))
+        run_back(step)
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
@@ -97,12 +103,7 @@ def train(model: Net, optimizer: LowLevelZeroOptimizer, steps: range) -> list[Te
 
 def trained_alone(make: Callable[[Any], Any], steps: int) -> list[Tensor]:
     model = Net()
-    optimizer = make(model.parameters())
-    for step in range(steps):
-        model.loss(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+    return train_by(lambda step: model.loss(step).backward(), model, make(model.parameters()), range(steps))
 
 
 def quantised(optimizer: LowLevelZeroOptimizer) -> list[bool]:
@@ -150,17 +151,14 @@ def test_torchao_numbers_are_those_of_one_process() -> None:
 MAKE = {"torchao": adamw8bit, "bitsandbytes": BITSANDBYTES["AdamW8bit"], "Lion": BITSANDBYTES["Lion8bit"]}
 
 
-@pytest.mark.parametrize("which", MAKE)
-def test_a_run_goes_on_from_files_as_it_would_have(which: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, way: str) -> None:
-        model = Net()
-        optimizer = wrap(model, MAKE[which])
+def test_a_run_goes_on_from_its_state_as_it_would_have(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, which: str, way: str) -> None:
+        path, model, again = tmp_path / which, Net(), Net()
+        optimizer, other = wrap(model, MAKE[which]), wrap(again, MAKE[which])
         train(model, optimizer, range(2))
-        again = Net()
-        other = wrap(again, MAKE[which])
         if way == "files":
-            save_checkpoint(tmp_path / way, model, optimizer)
-            load_checkpoint(tmp_path / way, again, other)
+            save_checkpoint(path, model, optimizer)
+            load_checkpoint(path, again, other)
         elif way == "whole":
             again.load_state_dict(model.state_dict())
             other.load_state_dict(optimizer.state_dict())
@@ -172,62 +170,33 @@ def test_a_run_goes_on_from_files_as_it_would_have(which: str, tmp_path: Path, s
         expected, got = train(model, optimizer, range(2, 4)), train(again, other, range(2, 4))
         assert all(map(torch.equal, expected, got))
 
-    for (way,), ran in run_cases(work, 2, [("whole",), ("sharded",), ("files",)]):
-        with subtests.test(way):
-            ran.values()
+    check_cases(subtests, 2, work, list(product(MAKE, ("whole", "sharded", "files"))))
 
 
-@pytest.mark.parametrize("which", MAKE)
-def test_files_have_a_scale_for_each_block(which: str, tmp_path: Path) -> None:
+def test_files_have_a_scale_for_each_block_and_are_laid_out_as_what_was_saved(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     """And so few bytes a parameter: a code each for one or two states, and their scales."""
-    numel = 512 * 1024
+    numel = 512 * 1000
 
-    def save(rank: int, world_size: int) -> None:
-        model = nn.Linear(1024, 512, bias=False)
-        optimizer = LowLevelZeroOptimizer(MAKE[which](model.parameters()), model=model, stage=2)
-        optimizer.backward(model(torch.randn(2, 1024)).square().mean())
-        optimizer.step()
-        save_checkpoint(tmp_path / "a", model, optimizer)
-
-    run_ranks(save, 2)
-    of_states = [
-        place.length
-        for index, place in read_metadata(tmp_path / "a").storage_data.items()
-        if index.fqn.startswith("optim.state.")
-    ]
-    assert 1.0 < sum(of_states) / numel < (1.3 if which == "Lion" else 2.6)
-    total = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
-    assert total / numel < 4 + 2.6
-
-
-@pytest.mark.parametrize("which", MAKE)
-def test_a_checkpoint_is_laid_out_as_it_was_saved(which: str, tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> Layout:
+    def save(rank: int, world_size: int, which: str) -> Layout:
         model = nn.Linear(1000, 512, bias=False)
         optimizer = LowLevelZeroOptimizer(MAKE[which](model.parameters()), model=model, stage=2)
         optimizer.backward(model(torch.randn(2, 1000)).square().mean())
         optimizer.step()
-        save_checkpoint(tmp_path / "a", model, optimizer)
+        save_checkpoint(tmp_path / which, model, optimizer)
         return layout_of(optimizer)
 
-    live, saved = run_ranks(save, 3)[0], layout_in(SavedCheckpoint(tmp_path / "a"))
-    assert [p.split for p in saved.parameters] == [p.split for p in live.parameters]
-    assert saved.parameters[0].split.multiple > 1
-    assert saved.bytes.states == pytest.approx(live.bytes.states, rel=0.01, abs=4096)  # bitsandbytes' tables
-
-
-def test_another_block_size_is_refused(tmp_path: Path) -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = Net()
-        optimizer = wrap(model, adamw8bit)
-        train(model, optimizer, range(1))
-        save_checkpoint(tmp_path / "a", model, optimizer)
-        again = Net()
-        other = wrap(again, lambda params: torchao.optim.AdamW8bit(params, block_size=128))
-        with pytest.raises(ValueError, match="expected states quantised in blocks of 128, got blocks of 256"):
-            load_checkpoint(tmp_path / "a", again, other)
-
-    run_ranks(work, 2)
+    for (which,), ran in run_cases(save, 3, [(which,) for which in MAKE]):
+        with subtests.test(which):
+            live, saved = ran.values()[0], layout_in(SavedCheckpoint(tmp_path / which))
+            assert [p.split for p in saved.parameters] == [p.split for p in live.parameters]
+            assert saved.parameters[0].split.multiple > 1
+            assert saved.bytes.states == pytest.approx(live.bytes.states, rel=0.01, abs=4096)  # bitsandbytes' tables
+            places = read_metadata(tmp_path / which).storage_data.items()
+            of_states = [place.length for index, place in places if index.fqn.startswith("optim.state.")]
+            assert 1.0 < sum(of_states) / numel < (1.3 if which == "Lion" else 2.6)
+            assert sum(file.stat().st_size for file in (tmp_path / which).iterdir()) / numel < 4 + 2.6
 
 
 def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
@@ -258,7 +227,7 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
                     assert (value - exact).abs().max() <= tolerance
 
 
-def test_slices_are_multiples() -> None:
+def test_slices_are_multiples(subtests: pytest.Subtests) -> None:
     def work(rank: int, world_size: int, multiple: int) -> None:
         model = Net()
         patch_rank(sharding, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
@@ -271,24 +240,20 @@ def test_slices_are_multiples() -> None:
         for value, exact in zip(train(model, optimizer, range(2)), expected, strict=True):
             assert torch.equal(value, exact)
 
-    for _, ran in run_cases(work, 3, [(1,), (5,), (256,), (10_000,)]):
-        ran.values()
+    check_cases(subtests, 3, work, [1, 5, 256, 10_000])
 
 
-def test_states_that_are_quantised_as_a_whole_are_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = Net()
-        optimizer = bnb.optim.AdamW8bit(model.parameters())
-        model.loss(0).backward()
-        optimizer.step()
-        with pytest.raises(ValueError, match="weights.0: expected no quantised states yet"):
-            LowLevelZeroOptimizer(optimizer, model=model)
-
-    run_ranks(work, 2)
+def states_that_are_quantised_as_a_whole_are_refused(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = bnb.optim.AdamW8bit(model.parameters())
+    model.loss(0).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="weights.0: expected no quantised states yet"):
+        LowLevelZeroOptimizer(optimizer, model=model)
 
 
-def test_codes_are_not_taken_for_numbers() -> None:
-    def work(rank: int, world_size: int, make: Callable[[Any], Any], key: str) -> None:
+def codes_are_not_taken_for_numbers(rank: int, world_size: int) -> None:
+    for make, key in ((adamw8bit, "exp_avg"), (BITSANDBYTES["AdamW8bit"], "state1")):
         model = Net()
         optimizer = wrap(model, make)
         train(model, optimizer, range(1))
@@ -299,27 +264,64 @@ def test_codes_are_not_taken_for_numbers() -> None:
             safe_set_full_optimizer_state(p, torch.ones_like(p), key)
         assert safe_get_full_optimizer_state(p, "step") == 1
 
-    for _, ran in run_cases(work, 2, [(adamw8bit, "exp_avg"), (BITSANDBYTES["AdamW8bit"], "state1")]):
-        ran.values()
+
+def states_are_estimated(rank: int, world_size: int) -> None:
+    told = []
+    for make in (BITSANDBYTES["AdamW8bit"], adamw8bit):
+        model = Net()
+        optimizer = wrap(model, make)
+        train(model, optimizer, range(1))
+        told.append((estimate(Net(), world_size, 2, None, make).states, memory_held(optimizer).states))
+    made = adamw8bit(Net().parameters())
+    told.append((estimate(Net(), world_size, 2, None, made).states, told[-1][1]))
+    for estimated, held in told:
+        # What all of bitsandbytes' states share isn't counted: two tables of 256 numbers.
+        assert estimated == pytest.approx(held, rel=0.01, abs=2048), (rank, told)
 
 
-WHOLE = [
-    ("AdEMAMix8bit", lambda params: bnb.optim.AdEMAMix8bit(params)),
-    ("GaLoreAdamW", galore_torch.GaLoreAdamW),
-    ("AdamW4bit", torchao.optim.AdamW4bit),
-]
+def a_setting_by_parameter_that_slices_cannot_have_is_refused(rank: int, world_size: int) -> None:
+    with manager() as found:
+        model = Embedded()
+        found.override_config(model.other, "min_8bit_size", 100)
+        with pytest.raises(ValueError, match=r"other: expected a setting .*got min_8bit_size=100 from bitsandbytes"):
+            LowLevelZeroOptimizer(bnb.optim.AdamW8bit(model.parameters()), model=model)
+        found.initialize()
+        found.register_module_override(model.embedding, "weight", {"optim_bits": 8})
+        with pytest.raises(ValueError, match=r"embedding.weight: expected a setting .*got optim_bits=8"):
+            LowLevelZeroOptimizer(bnb.optim.AdamW(model.parameters()), model=model)
 
 
-@pytest.mark.parametrize("make", [case[1] for case in WHOLE], ids=[case[0] for case in WHOLE])
-def test_what_steps_whole_parameters(make: Callable[[Any], Any]) -> None:
-    assert choose_splits(make([nn.Parameter(torch.zeros(8))])) == ["parameters"]
+def test_what_is_told_of_quantised_states(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def another_block_size_is_refused(rank: int, world_size: int) -> None:
+        model, again = Net(), Net()
+        optimizer = wrap(model, adamw8bit)
+        train(model, optimizer, range(1))
+        save_checkpoint(tmp_path / "a", model, optimizer)
+        other = wrap(again, lambda params: torchao.optim.AdamW8bit(params, block_size=128))
+        with pytest.raises(ValueError, match="expected states quantised in blocks of 128, got blocks of 256"):
+            load_checkpoint(tmp_path / "a", again, other)
+
+    checks = (
+        another_block_size_is_refused,
+        states_that_are_quantised_as_a_whole_are_refused,
+        codes_are_not_taken_for_numbers,
+        states_are_estimated,
+        a_setting_by_parameter_that_slices_cannot_have_is_refused,
+    )
+    check_each(subtests, 2, checks)
 
 
-def test_what_no_probe_can_make_needs_a_choice() -> None:
-    optimizer = bnb.optim.LAMB8bit([nn.Parameter(torch.zeros(8))])
+def test_who_steps_slices_and_who_whole_parameters() -> None:
+    def chosen(make: Callable[..., Any], **options: Any) -> Any:
+        return choose_splits(make([nn.Parameter(torch.zeros(8))], **options))
+
+    for kind, bits in product(("Adam", "AdamW", "Lion", "RMSprop", "Adagrad"), ("", "8bit", "32bit")):
+        assert chosen(getattr(bnb.optim, kind + bits), lr=0.1) == ["elements"], kind + bits
+    for make in (bnb.optim.AdEMAMix8bit, galore_torch.GaLoreAdamW, torchao.optim.AdamW4bit):
+        assert chosen(make) == ["parameters"], make
     with pytest.raises(TypeError, match=r"norms of the whole tensor.*MockArgs.*split='parameters'"):
-        choose_splits(optimizer)
-    assert choose_splits(optimizer, "parameters") == ["parameters"]
+        chosen(bnb.optim.LAMB8bit)  # of which no probe can make one
+    assert choose_splits(bnb.optim.LAMB8bit([nn.Parameter(torch.zeros(8))]), "parameters") == ["parameters"]
 
 
 class Embedded(nn.Module):
@@ -372,68 +374,24 @@ def train_embedded(way: str, when: str, rank: int, wrapped: bool) -> tuple[list[
             optimizer = LowLevelZeroOptimizer(optimizer, model=model, stage=2, communication=SUMS)
         if when == "after":
             override(model, way, found)
-        for step in range(4):
-            run_back = optimizer.backward if wrapped else Tensor.backward
-            run_back(model.loss(step) * (rank == 0))
-            optimizer.step()
-            optimizer.zero_grad()
+        back = optimizer.backward if wrapped else Tensor.backward
+        values = train_by(lambda step: back(model.loss(step) * (rank == 0)), model, optimizer, range(4))
         held = [each for each in optimizer.param_groups[0]["params"] if optimizer.state.get(each)]
-        return [p.detach().clone() for p in model.parameters()], ["absmax1" in optimizer.state[each] for each in held]
+        return values, ["absmax1" in optimizer.state[each] for each in held]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_settings_by_parameter_come_along_to_slices(world_size: int, subtests: pytest.Subtests) -> None:
+def test_settings_by_parameter_come_along_to_slices(subtests: pytest.Subtests) -> None:
     def work(rank: int, world_size: int, way: str, when: str) -> tuple[list[Tensor], list[bool]]:
         return train_embedded(way, when, rank, wrapped=True)
 
     cases = list(product(("by module", "by id"), ("before", "after")))
-    for (way, when), ran in run_cases(work, world_size, cases):
-        with subtests.test(way=way, when=when):
+    for (way, when), ran in [*run_cases(work, 1, cases), *run_cases(work, 2, cases)]:
+        with subtests.test(way=way, when=when, world_size=ran.job.world_size):
             expected, quantised = train_embedded(way, when, 0, wrapped=False)
             assert quantised == [True, True, False]  # the embedding comes last
             for values, are in ran.values():
                 assert are == quantised
                 assert all(map(torch.equal, values, expected))
-
-
-def test_a_setting_by_parameter_that_slices_cannot_have_is_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        with manager() as found:
-            model = Embedded()
-            found.override_config(model.other, "min_8bit_size", 100)
-            with pytest.raises(
-                ValueError, match=r"other: expected a setting .*got min_8bit_size=100 from bitsandbytes"
-            ):
-                LowLevelZeroOptimizer(bnb.optim.AdamW8bit(model.parameters()), model=model)
-            found.initialize()
-            found.register_module_override(model.embedding, "weight", {"optim_bits": 8})
-            with pytest.raises(ValueError, match=r"embedding.weight: expected a setting .*got optim_bits=8"):
-                LowLevelZeroOptimizer(bnb.optim.AdamW(model.parameters()), model=model)
-
-    run_ranks(work, 2)
-
-
-def test_others_of_bitsandbytes_are_taken() -> None:
-    for kind, bits in product(("Adam", "AdamW", "Lion", "RMSprop", "Adagrad"), ("", "8bit", "32bit")):
-        assert choose_splits(getattr(bnb.optim, kind + bits)([nn.Parameter(torch.zeros(8))], lr=0.1)) == ["elements"]
-
-
-def test_their_states_are_estimated() -> None:
-    def work(rank: int, world_size: int) -> list[tuple[int, int]]:
-        told = []
-        for make in (BITSANDBYTES["AdamW8bit"], adamw8bit):
-            model = Net()
-            optimizer = wrap(model, make)
-            train(model, optimizer, range(1))
-            told.append((estimate(Net(), world_size, 2, None, make).states, memory_held(optimizer).states))
-        optimizer = adamw8bit(Net().parameters())
-        told.append((estimate(Net(), world_size, 2, None, optimizer).states, told[-1][1]))
-        return told
-
-    for rank, told in enumerate(run_ranks(work, 2)):
-        for estimated, held in told:
-            # What all of bitsandbytes' states share isn't counted: two tables of 256 numbers.
-            assert estimated == pytest.approx(held, rel=0.01, abs=2048), (rank, told)
 
 
 def with_overrides(params: Any) -> Any:
@@ -449,34 +407,34 @@ def with_overrides(params: Any) -> Any:
 WHOLE = {"torchao": adamw8bit, "bitsandbytes": BITSANDBYTES["AdamW8bit"], "overrides": with_overrides}
 
 
-@pytest.mark.parametrize("name", WHOLE)
 def test_whole_parameters_have_the_states_of_one_process_and_go_on_at_another_number_of_ranks(
-    tmp_path: Path, name: str
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     """Parameters that are too small for 8 bits, too: a slice of a larger one would be as small."""
 
-    def work(rank: int, world_size: int, path: str, steps: range) -> list[Tensor]:
+    def work(rank: int, world_size: int, name: str, steps: range) -> list[Tensor]:
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(size)) for size in SIZES]
-        model = nn.ParameterList(params)
-        optimizer: Any = WHOLE[name](params)
+        path, model, optimizer = tmp_path / name, nn.ParameterList(params), WHOLE[name](params)
         if world_size:
             optimizer = LowLevelZeroOptimizer(optimizer, model=model, stage=2, split="parameters")
-        if (tmp_path / path).exists():
-            load_checkpoint(tmp_path / path, model, optimizer)
-        for step in steps:
+        if world_size and steps.start:
+            load_checkpoint(path, model, optimizer)
+
+        def run_back(step: int) -> None:
             generator = torch.Generator().manual_seed(step)
             loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params)
             optimizer.backward(loss) if world_size else loss.backward()  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-        if world_size and not (tmp_path / path).exists():
-            save_checkpoint(tmp_path / path, model, optimizer)
-        return [p.detach().clone() for p in params]
 
-    alone = work(0, 0, "none", range(4))
-    for each in run_ranks(work, 2, "a", range(2)):
-        assert len(each) == len(SIZES)
+        values = train_by(run_back, model, optimizer, steps)
+        if world_size and not steps.start:
+            save_checkpoint(path, model, optimizer)
+        return values
+
+    check_cases(subtests, 2, work, [(name, range(2)) for name in WHOLE])
     for world_size in (1, 2):
-        for each in run_ranks(work, world_size, "a", range(2, 4)):
-            assert all(map(torch.equal, each, alone))
+        for (name, _), ran in run_cases(work, world_size, [(name, range(2, 4)) for name in WHOLE]):
+            with subtests.test(name, world_size=world_size):
+                alone = work(0, 0, name, range(4))
+                for each in ran.values():
+                    assert all(map(torch.equal, each, alone))
