@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lowlevel_zero.optim.splits import choose_splits
 from tests.support.collections import pytorch_optimizer
@@ -38,20 +37,17 @@ def make(name: str, params: Sequence[Tensor], **options: Any) -> Any:
     return getattr(pytorch_optimizer, name)(params, lr=1e-3, **options)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_classes_that_look_beyond_an_element_step_whole_parameters(name: str) -> None:
-    assert choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))])) == ["parameters"]
+def test_classes_that_look_beyond_an_element_step_whole_parameters(subtests: pytest.Subtests) -> None:
+    momentum = {"momentum": 0.9, "nesterov": True}  # which hides no projection
+    for name, options in (*((name, {}) for name in WHOLE), ("SGDP", momentum)):
+        with subtests.test(name, **options):
+            assert choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))], **options)) == ["parameters"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_classes_that_look_beyond_a_parameter_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} cannot be sharded"):
-        choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))]))
-
-
-def test_a_momentum_does_not_hide_a_projection() -> None:
-    made = make("SGDP", [nn.Parameter(torch.ones(4, 4))], momentum=0.9, nesterov=True)
-    assert choose_splits(made) == ["parameters"]
+def test_classes_that_look_beyond_a_parameter_are_refused(subtests: pytest.Subtests) -> None:
+    for name in REFUSED:
+        with subtests.test(name), pytest.raises(TypeError, match=f"{name} cannot be sharded"):
+            choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))]))
 
 
 def first_third(tensor: Tensor) -> Tensor:
@@ -80,19 +76,12 @@ def test_accepted_classes_train_slices_as_they_train_the_whole(
     whole, sliced = make(name, wholes), make(name, slices)
     assert choose_splits(whole) == ["elements"]
     for _ in range(100):
-        step(whole, sliced, wholes, slices, gradient)
+        for p, own in zip(wholes, slices, strict=True):
+            p.grad = gradient(p.detach(), torch.ones_like(p), torch.randn_like(p))
+            own.grad = first_third(p.grad).clone()
+        whole.step()
+        sliced.step()
     for start, p, own in zip(starts, wholes, slices, strict=True):
         moved = (p.detach() - start).abs().max()
         assert moved > 0
         assert (first_third(p.detach()) - own.detach()).abs().max() <= 1e-3 * moved
-
-
-def step(
-    whole: Optimizer, sliced: Optimizer, wholes: Sequence[Tensor], slices: Sequence[Tensor], gradient: Any
-) -> None:
-    for p, own in zip(wholes, slices, strict=True):
-        target, noise = torch.ones_like(p), torch.randn_like(p)
-        p.grad = gradient(p.detach(), target, noise)
-        own.grad = first_third(p.grad).clone()
-    whole.step()
-    sliced.step()

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.cases import check_cases
 from tests.support.oracle import Run, build, groups, loss_of
-from tests.support.ranks import run_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 
@@ -39,16 +38,8 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def one_cycle(optimizer: Optimizer) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
-
-
 def plateau(optimizer: Optimizer) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
-
-
-def swa(optimizer: Optimizer) -> Any:
-    return SWALR(optimizer, swa_lr=0.01, anneal_epochs=3)
 
 
 @dataclass(frozen=True)
@@ -57,8 +48,7 @@ class Loop:
 
     Attributes:
         around: what the model becomes when the optimizer has been made.
-        scheduler: made of the optimizer, whichever kind it is, and stepped after it.
-        average: of the weights, updated after each step.
+        scheduler: made of the optimizer, whichever kind it is, and told the loss after each step.
         clear: who clears gradients.
         clip: to this norm, by torch's own function.
         tool: a context that it runs in.
@@ -66,28 +56,19 @@ class Loop:
 
     around: Callable[[nn.Module], nn.Module] = lambda model: model
     scheduler: Callable[[Optimizer], Any] | None = None
-    average: Callable[[nn.Module], AveragedModel] | None = None
     clear: str = "optimizer"
     clip: float = 0.0
     tool: Callable[[], AbstractContextManager[Any]] = nullcontext
     run: Run = field(default_factory=lambda: Run(steps=5))
 
 
-def ema(model: nn.Module) -> AveragedModel:
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
-
-
 LOOPS = {
-    "one cycle": Loop(scheduler=one_cycle),
-    "plateau": Loop(scheduler=plateau),
-    "moving average": Loop(average=ema, clip=0.5),
-    "average, with its rates": Loop(average=AveragedModel, scheduler=swa),
+    "plateau, anomalies detected": Loop(scheduler=plateau, clip=0.5, tool=torch.autograd.detect_anomaly),
     "compiled": Loop(compiled, clip=0.5),
     "compiled in place, layers dropped": Loop(
         compiled_in_place, run=Run(steps=5, drop=lambda step, rank: {(step + rank) % 3})
     ),
     "checkpointed and compiled": Loop(lambda model: compiled_in_place(checkpointed(model)), clear="model", clip=0.5),
-    "anomalies detected": Loop(clip=0.5, tool=torch.autograd.detect_anomaly),
     "cleared by the model": Loop(clear="model", clip=0.5, run=Run(steps=5, micro_batches=2)),
 }
 
@@ -101,7 +82,6 @@ def train(
     optimizer = wrap(run.optimizer(groups(model)), model)
     scheduler = None if loop.scheduler is None else loop.scheduler(optimizer)
     whole = loop.around(model)
-    average = None if loop.average is None else loop.average(model)
     told: list[float] = []
     for step in range(run.steps):
         for micro in range(run.micro_batches):
@@ -112,16 +92,11 @@ def train(
         if loop.clip:
             told.append(float(nn.utils.clip_grad_norm_(model.parameters(), loop.clip)))
         optimizer.step()
-        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        if scheduler is not None:
             scheduler.step(told[-1])
-        elif scheduler is not None:
-            scheduler.step()
         told += [group["lr"] for group in optimizer.param_groups]
-        if average is not None:
-            average.update_parameters(model)
         (optimizer if loop.clear == "optimizer" else model).zero_grad()
-    averaged = [] if average is None else list(average.parameters())
-    return {"told": told, "weights": [p.detach() for p in (*model.parameters(), *averaged)]}
+    return {"told": told, "weights": [p.detach() for p in model.parameters()]}
 
 
 def as_plain(rank: int, world_size: int, name: str) -> None:
@@ -146,12 +121,5 @@ def mean_over_ranks(loss: Tensor) -> float:
     return float(loss) / dist.get_world_size()
 
 
-ON_3_RANKS = ("moving average", "cleared by the model")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_loops_are_those_of_plain_torch(world_size: int, subtests: pytest.Subtests) -> None:
-    names = [name for name in LOOPS if (name in ON_3_RANKS) == (world_size == 3)]
-    for (name,), ran in run_cases(as_plain, world_size, [(name,) for name in names], one_group=True):
-        with subtests.test(name):
-            ran.values()
+def test_loops_are_those_of_plain_torch(subtests: pytest.Subtests) -> None:
+    check_cases(subtests, 2, as_plain, LOOPS, one_group=True)
