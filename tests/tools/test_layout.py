@@ -21,7 +21,7 @@ from lowlevel_zero.layout import Held, Layout, layout_of, memory_held
 from lowlevel_zero.layout.text import in_bytes
 from lowlevel_zero.planning.saved_layout import layout_in
 from tests.support.oracle import Odd, Run, groups, train_rank
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 RUN = Run(steps=2).with_options(reduce_bucket_size=50)
 
@@ -135,43 +135,32 @@ def test_experts_that_fewer_ranks_share() -> None:
     assert next(line for line in lines if "expert.weight" in line)[8] == "11:21"
 
 
-def simple() -> Layout:
+@pytest.mark.usefixtures("unaligned")
+def test_the_table_and_json() -> None:
     def work(rank: int, world_size: int) -> Layout:
         model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1, bias=False)).bfloat16()
         decayed, rest = [model[0].weight, model[1].weight], [model[0].bias]
         optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}])
         return layout_of(LowLevelZeroOptimizer(optimizer, model=model, partition_grad=True, reduce_bucket_size=16))
 
-    found: Layout = run_ranks(work, 3)[1]
-    return found
-
-
-@pytest.mark.usefixtures("unaligned")
-def test_the_table() -> None:
-    told = simple().table().splitlines()
+    layout = run_ranks(work, 3)[1]
+    told = layout.table().splitlines()
     assert told[0] == "28 elements in 3 parameters over 3 ranks, stage 2, 2 buckets, padding 17.86%"
-    cells = [line.split() for line in told]
-    assert [" ".join(line) for line in cells[3:7]] == [
+    cells = [" ".join(line.split()) for line in told]
+    assert cells[3:7] == [
         "0.weight 4x5 bfloat16 0 20 1 7 3 7:14 1 0 42 B 14 B 28 B 0 B",
         "1.weight 1x4 bfloat16 0 4 2 2 2 2:4 0 2 12 B 4 B 8 B 0 B",
         "0.bias 4 bfloat16 1 4 2 2 2 2:4 0 0 12 B 4 B 8 B 0 B",
         "together 66 B 22 B 44 B 0 B",
     ]
-    assert [" ".join(line) for line in cells[9:]] == [
-        "0 0-2 bfloat16 2 parameters 4 4 24 B",
-        "1 0-2 bfloat16 1 parameter 7 7 42 B",
-    ]
+    assert cells[9:] == ["0 0-2 bfloat16 2 parameters 4 4 24 B", "1 0-2 bfloat16 1 parameter 7 7 42 B"]
     assert len({len(line) for line in told[2:7]}) == 1
-
-
-def test_json_tells_every_rank_s_span() -> None:
-    layout = simple()
-    told = json.loads(layout.json())
-    assert told == json.loads(json.dumps(layout.as_dict()))
-    first = told["parameters"][0]
+    found = json.loads(layout.json())
+    assert found == json.loads(json.dumps(layout.as_dict()))
+    first = found["parameters"][0]
     assert (first["name"], first["spans"]) == ("0.weight", [[0, 7], [7, 14], [14, 20]])
     assert Held(**first["bytes"]) == layout.parameters[0].bytes_on(1)
-    assert told["buckets"][0]["members"] == ["0.bias", "1.weight"]
+    assert found["buckets"][0]["members"] == ["0.bias", "1.weight"]
 
 
 # A checkpoint's
@@ -195,24 +184,22 @@ def loaded(rank: int, world_size: int, run: Run, path: Path) -> dict[str, Any]:
     return comparable(layout_of(trained.optimizer))
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        RUN.with_options(partition_grad=True),
-        replace(RUN, dtype=torch.bfloat16, drop=lambda step, rank: {1}),
-        RUN.with_options(fp8_communication=True),
-    ],
-    ids=["fp32, stage 2", "bf16, a dropped layer", "fp8 on the wire"],
-)
+SAVED = {
+    "fp32, stage 2": RUN.with_options(partition_grad=True),
+    "bf16, a dropped layer": replace(RUN, dtype=torch.bfloat16, drop=lambda step, rank: {1}),
+    "fp8 on the wire": RUN.with_options(fp8_communication=True),
+}
+
+
 def test_a_checkpoint_s_is_that_of_the_runs_that_saved_and_load_it(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     monkeypatch.setattr("lowlevel_zero.options.FP8_MIN_NUMEL", 20)
-    path = tmp_path / "step-2"
-    at_two = run_ranks(saved, 2, run, path)[0]
-    assert comparable(layout_in(SavedCheckpoint(path))) == at_two
-    at_three = run_ranks(loaded, 3, run, path)[0]
-    assert comparable(layout_in(SavedCheckpoint(path), world_size=3)) == at_three
+    cases = [(run, tmp_path / name) for name, run in SAVED.items()]
+    for world_size, by in ((2, saved), (3, loaded)):
+        for (_, path), ran in run_cases(by, world_size, cases):
+            with subtests.test(path.name, world_size=world_size):
+                assert comparable(layout_in(SavedCheckpoint(path), world_size=world_size)) == ran.values()[0]
 
 
 def saved_whole(rank: int, world_size: int, path: Path) -> Layout:
@@ -268,9 +255,9 @@ def test_inspect_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert told["layout"]["world_size"] == 64
 
 
-@pytest.mark.parametrize("mistake", ["--world-size=0", "--world-size=two", "--world-size="])
-def test_inspect_s_mistakes(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path), mistake]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"lowlevel_zero inspect: error: {mistake.partition('=')[0]}: expected a whole number")
-    assert told.count("\n") == 1
+def test_inspect_s_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for mistake in ("--world-size=0", "--world-size=two", "--world-size="):
+        assert main(["inspect", str(tmp_path), mistake]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("lowlevel_zero inspect: error: --world-size: expected a whole number"), mistake
+        assert told.count("\n") == 1

@@ -20,102 +20,61 @@ from tests.support import rank_process
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 
-def _sum_of_ranks(rank: int, world_size: int) -> torch.Tensor:
-    total = torch.full((3,), float(rank))
-    dist.all_reduce(total)
-    return total
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_a_process_group(world_size: int) -> None:
-    expected = torch.full((3,), float(sum(range(world_size))))
-    for total in run_ranks(_sum_of_ranks, world_size):
-        assert torch.equal(total, expected)
-
-
-def test_tensors_come_back_in_any_dtype() -> None:
+def test_ranks_share_a_process_group_and_return_tensors_of_any_dtype() -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
-    def make(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
-        return {"rows": [torch.arange(rank, 5).to(dtype) for dtype in dtypes]}
+    def make(rank: int, world_size: int) -> tuple[float, list[torch.Tensor]]:
+        total = torch.full((), float(rank))
+        dist.all_reduce(total)
+        return total.item(), [torch.arange(rank, 5).to(dtype) for dtype in dtypes]
 
-    for rank, result in enumerate(run_ranks(make, 2)):
-        for row, dtype in zip(result["rows"], dtypes, strict=True):
-            assert row.dtype == dtype
-            assert torch.equal(row, torch.arange(rank, 5).to(dtype))
-
-
-def test_failing_rank_is_named_with_its_traceback() -> None:
-    def fail_on_one(rank: int, world_size: int) -> None:
-        if rank == 1:
-            raise ValueError("these are the wrong numbers")
-
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(fail_on_one, 3)
-    assert str(caught.value).startswith("rank 1 of 3 failed:\nTraceback")
-    assert "in fail_on_one" in str(caught.value)
-    assert "ValueError: these are the wrong numbers" in str(caught.value)
+    for world_size in (1, 3):
+        for rank, (total, rows) in enumerate(run_ranks(make, world_size)):
+            assert total == sum(range(world_size))
+            for row, dtype in zip(rows, dtypes, strict=True):
+                assert row.dtype == dtype
+                assert torch.equal(row, torch.arange(rank, 5).to(dtype))
 
 
-def test_failure_ends_the_others_soon_and_shows_where_they_were() -> None:
+def test_a_failure_is_told_with_its_traceback_and_ends_the_others_soon() -> None:
     def fail_or_wait(rank: int, world_size: int) -> None:
         if rank == 1:
-            raise ValueError("no")
+            raise ValueError("these are the wrong numbers")
         dist.barrier()
 
     start = time.monotonic()
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2 failed.*rank 0 was still running.*in barrier"):
+    with pytest.raises(AssertionError, match=r"^rank 1 of 2 failed:\nTraceback") as e:
         run_ranks(fail_or_wait, 2)
     assert time.monotonic() - start < 10
-
-
-def test_warning_in_a_rank_is_an_error() -> None:
+    assert re.search("(?s)in fail_or_wait.*rank 0 was still running.*in barrier", str(e.value))
+    assert "ValueError: these are the wrong numbers" in str(e.value)
     with pytest.raises(AssertionError, match="UserWarning: look here"):
         run_ranks(lambda rank, world_size: warnings.warn("look here", stacklevel=1), 1)
 
 
-def test_dead_rank_is_named_with_its_signal() -> None:
-    def die(rank: int, world_size: int) -> None:
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2 failed.*SIGKILL"):
-        run_ranks(die, 2, init=False)
-
-
-def test_hang_is_reported_in_time() -> None:
+def test_ranks_that_hang_are_named_in_time() -> None:
     def hang(rank: int, world_size: int) -> None:
         if rank != 1:
             dist.barrier()
 
     start = time.monotonic()
-    with pytest.raises(TimeoutError) as caught:
-        run_ranks(hang, 3, timeout=2.0)
+    with pytest.raises(TimeoutError, match=r"these ranks hung \(timeout 1 s\): 0, 2\n") as caught:
+        run_ranks(hang, 3, timeout=1.0)
     assert time.monotonic() - start < 10
-    assert "these ranks hung (timeout 2 s): 0, 2\n" in str(caught.value)
     assert len(re.findall(r"rank [02] was at:\n.*?in hang", str(caught.value), re.DOTALL)) == 2
 
 
-def test_expected_mistake_is_returned_for_each_rank() -> None:
-    def refuse(rank: int, world_size: int) -> None:
-        raise TypeError(f"rank {rank} wants floats")
-
-    errors = run_ranks_expecting(refuse, 3)
-    assert [(error.type, error.message) for error in errors] == [
-        ("TypeError", f"rank {rank} wants floats") for rank in range(3)
-    ]
-
-
-def test_rank_that_misses_the_mistake_is_named() -> None:
-    def refuse_on_zero(rank: int, world_size: int) -> str:
-        if rank == 0:
-            raise TypeError("floats, please")
+def test_an_expected_mistake_is_returned_for_each_rank_and_one_that_misses_it_is_named() -> None:
+    def refuse(rank: int, world_size: int, misses: int) -> str:
+        if rank != misses:
+            raise TypeError(f"rank {rank} wants floats")
         return "fine"
 
-    with pytest.raises(AssertionError) as caught:
-        run_ranks_expecting(refuse_on_zero, 2)
-    assert "rank 1 did not raise, but returned 'fine'" in str(caught.value)
-    assert "rank 0 raised TypeError: floats, please" in str(caught.value)
+    errors = run_ranks_expecting(refuse, 2, 7)
+    told = [("TypeError", f"rank {rank} wants floats") for rank in range(2)]
+    assert [(error.type, error.message) for error in errors] == told
+    with pytest.raises(AssertionError, match="rank 1 did not raise, but returned 'fine'\nrank 0 raised TypeError: "):
+        run_ranks_expecting(refuse, 2, 1)
 
 
 # Many cases in one launch.
@@ -140,36 +99,35 @@ def test_cases_share_their_processes_and_nothing_else() -> None:
     assert len({value[0] for ranks in values for value in ranks}) == 2
 
 
-def test_a_case_that_failed_on_a_rank_hides_no_other() -> None:
-    def fail_in_the_middle(rank: int, world_size: int, number: int) -> int:
-        if (number, rank) == (1, 1):
-            raise ValueError("these are the wrong numbers")
-        dist.barrier()
-        return number
-
-    first, (_, middle), *others = run_cases(fail_in_the_middle, 2, [(0,), (1,), (2,), (3,)])
-    with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2 failed.*in fail_in_the_middle.*rank 0 was still") as e:
-        middle.values()
-    assert "ValueError: these are the wrong numbers" in str(e.value)
-    assert [ran.values() for _, ran in (first, *others)] == [[0, 0], [2, 2], [3, 3]]
-
-
-def test_a_case_that_hangs_or_kills_a_rank_ends_the_launch_alone() -> None:
+def test_a_case_that_fails_hangs_or_kills_a_rank_ends_the_launch_alone() -> None:
     def misbehave(rank: int, world_size: int, how: str) -> tuple[str, int]:
         if rank == 0 and how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and how == "hang":
             time.sleep(600)
+        if rank == 1 and how == "fail":
+            raise ValueError("these are the wrong numbers")
+        dist.barrier()
         return how, os.getpid()
 
-    hows = ["a", "die", "b", "hang", "c"]
-    ran = {how: each for (how,), each in run_cases(misbehave, 2, [(how,) for how in hows], timeout=3.0)}
-    with pytest.raises(AssertionError, match="SIGKILL"):
-        ran["die"].values()
-    with pytest.raises(TimeoutError, match=r"(?s)these ranks hung \(timeout 3 s\): 0\n.*in misbehave"):
-        ran["hang"].values()
-    pids = {how: [pid for _, pid in ran[how].values()] for how in "abc"}
-    assert len({pid for each in pids.values() for pid in each}) == 6
+    hows = ["a", "die", "b", "hang", "c", "fail", "d"]
+    told = {
+        "die": (AssertionError, r"(?s)rank 0 of 2 failed.*SIGKILL"),
+        "hang": (TimeoutError, r"(?s)these ranks hung \(timeout 2 s\): 0, 1\n.*in misbehave"),
+        "fail": (
+            AssertionError,
+            r"(?s)rank 1 of 2 failed.*in misbehave.*ValueError: these.*rank 0 was still running",
+        ),
+    }
+    pids = []
+    for (how,), ran in run_cases(misbehave, 2, [(how,) for how in hows], timeout=2.0):
+        if how in told:
+            with pytest.raises(told[how][0], match=told[how][1]):
+                ran.values()
+        else:
+            assert [own for own, _ in ran.values()] == [how] * 2
+            pids += [pid for _, pid in ran.values()]
+    assert len(set(pids)) == 8
 
 
 def test_cases_that_every_rank_refuses_go_on_in_the_same_launch() -> None:

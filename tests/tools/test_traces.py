@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import gather_store
-from tests.support.ranks import run_ranks
+from tests.support.cases import check_cases
 
 LAYERS = 6
 
@@ -64,25 +64,18 @@ def trace(overlap_communication: bool, overlap_allgather: bool) -> Seen:
     )
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_reductions_overlap_backward(overlap: bool) -> None:
-    def work(_rank: int, _size: int) -> None:
-        seen = trace(overlap_communication=overlap, overlap_allgather=False)
-        assert len(seen.backward) == LAYERS
-        assert len(seen.packed) >= LAYERS
-        between = [time for time in seen.packed if seen.backward[0] < time < seen.backward[-1]]
-        assert len(between) >= LAYERS - 2 if overlap else not between
-
-    run_ranks(work, 2)
+def between(times: list[float], of: list[float]) -> int:
+    assert len(of) == LAYERS <= len(times)
+    return sum(of[0] < time < of[-1] for time in times)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_gathers_overlap_the_next_forward(overlap: bool) -> None:
-    def work(_rank: int, _size: int) -> None:
-        seen = trace(overlap_communication=True, overlap_allgather=overlap)
-        assert len(seen.forward) == LAYERS
-        assert len(seen.gathered) >= LAYERS
-        between = [time for time in seen.gathered if seen.forward[0] < time < seen.forward[-1]]
-        assert len(between) >= LAYERS - 2 if overlap else not between
+def test_reductions_overlap_backward_and_gathers_the_next_forward_where_they_may(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, overlap_communication: bool, overlap_allgather: bool) -> None:
+        seen = trace(overlap_communication, overlap_allgather)
+        for overlap, count in (
+            (overlap_communication, between(seen.packed, seen.backward)),
+            (overlap_allgather, between(seen.gathered, seen.forward)),
+        ):
+            assert count >= LAYERS - 2 if overlap else count == 0
 
-    run_ranks(work, 2)
+    check_cases(subtests, 2, work, [(True, True), (True, False), (False, False)])
