@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -49,29 +48,21 @@ def told(out: Path) -> Told:
 # What it refuses.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "0"], "--steps: expected a number of at least 1, got 0"),
-        (["--layer-drop", "1"], "--layer-drop: expected a rate below 1, got 1.0"),
-        (["--lr", "inf"], "got inf"),
-        (["--save-every", "-1"], "--save-every: expected a number of at least 0, got -1"),
-        (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
-        (["--width", "100", "--heads", "6"], "--width 100 must be a multiple of --heads 6"),
-    ],
-)
-def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        parse(arguments)
-    assert leaving.value.code == 2
-    assert message in capsys.readouterr().err
+MISTAKES = {
+    "--steps 0": "--steps: expected a number of at least 1, got 0",
+    "--layer-drop 1": "--layer-drop: expected a rate below 1, got 1.0",
+    "--lr inf": "got inf",
+    "--save-every -1": "--save-every: expected a number of at least 0, got -1",
+    "--width 100 --heads 6": "--width 100 must be a multiple of --heads 6",
+}
 
 
-def test_defaults() -> None:
-    options = parse(["--out", "mine"])
-    assert (options.stage, options.out) == (2, Path("mine"))
-    assert options.layer_drop > 0
-    assert parse(["--dtype", "fp16"]).dtype == "fp16"
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in MISTAKES.items():
+        with pytest.raises(SystemExit, match="2"):
+            parse(arguments.split())
+        assert message in capsys.readouterr().err
+    assert parse(["--out", "mine"]).out == Path("mine")
 
 
 def test_a_context_longer_than_the_text_is_refused(tmp_path: Path) -> None:
@@ -81,55 +72,19 @@ def test_a_context_longer_than_the_text_is_refused(tmp_path: Path) -> None:
         train_gpt.windows_of([tmp_path / "text"], 10)
 
 
-# The network, and the models that need none.
-
-
-def gpt() -> train_gpt.GPT:
-    """One that has left the identity at which its layers start."""
+def test_a_byte_sees_those_before_it_alone_and_a_dropped_layer_gets_no_gradient() -> None:
     model = train_gpt.GPT(layers=3, width=16, heads=2, context=13)
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def test_a_byte_sees_those_before_it_and_their_order() -> None:
-    model, text = gpt(), torch.randint(256, (1, 12))
+        nn.init.normal_(parameter, std=0.3)  # from the identity at which layers start
+    text = torch.randint(256, (1, 13))
     changed = text.clone()
     changed[0, 7] = (changed[0, 7] + 1) % 256
     difference = (model(text) - model(changed)).abs().amax(-1)[0]
     assert difference[:7].max() < 1e-6
     assert difference[7:].min() > 1e-4
-    first, second = model(torch.tensor([[1, 2, 3], [2, 1, 3]]))[:, -1]
-    assert not torch.allclose(first, second, atol=1e-3)
-
-
-def test_a_dropped_layer_gets_no_gradient() -> None:
-    model = gpt()
     keep = [True, False, True]
-    train_gpt.byte_loss(model, torch.randint(256, (2, 13)), keep).backward()
+    train_gpt.byte_loss(model, text, keep).backward()
     assert [all(p.grad is not None for p in layer.parameters()) for layer in model.layers] == keep
-
-
-def test_the_models_to_beat_against_brute_force() -> None:
-    text = torch.randint(97, 101, (500,), dtype=torch.uint8)
-    windows = torch.randint(96, 101, (4, 11))
-    found = report.ngrams(text, windows)
-    assert found["uniform"] == pytest.approx(math.log(256))
-    for name, before in (("unigram", 0), ("bigram", 1)):
-        assert found[name] == pytest.approx(slow_loss(text, windows, before), rel=1e-4)
-
-
-def slow_loss(text: torch.Tensor, windows: torch.Tensor, before: int) -> float:
-    """Counts how often a byte comes (after the byte before it), of all that come after another, and a tenth."""
-    known = bytes(text.tolist())
-    seen = [known[at - before : at + 1] for at in range(1, len(known))]
-    nats = []
-    for window in map(bytes, windows.tolist()):
-        for at in range(1, len(window)):
-            pair = window[at - before : at + 1]
-            chances = sum(each[:-1] == pair[:-1] for each in seen) + 256 * 0.1
-            nats.append(-math.log((seen.count(pair) + 0.1) / chances))
-    return sum(nats) / len(nats)
 
 
 # Training.
