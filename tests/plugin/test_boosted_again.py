@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from colossalai.booster import Booster
-from peft import LoraConfig
 from torch import Tensor, nn
 
-from tests.support.boosting import adamw, batch, check_close, check_equal, model_of, momentum, ours
+from tests.support.boosting import adamw, batch, check_close, model_of, momentum, ours
 from tests.support.judging import off_the_way
 from tests.support.ranks import run_cases, run_ranks
 
@@ -24,41 +23,25 @@ class Side:
         self.booster = None if rank is None else Booster(plugin=ours(precision="fp32", **options))
 
     def boost(self, model: Any, optimizer: Any = None) -> tuple[Any, Any]:
-        if self.booster is None:
-            return model, optimizer
-        boosted, wrapped, *_ = self.booster.boost(model, optimizer)
-        return boosted, wrapped
+        return (model, optimizer) if self.booster is None else self.booster.boost(model, optimizer)[:2]
 
-    def train(self, model: Any, optimizers: Sequence[Any], steps: Iterable[int]) -> None:
+    def train(self, model: Any, optimizer: Any, steps: Iterable[int]) -> None:
         for step in steps:
             shares = [(model(x) - y).square().mean() for x, y in (batch(rank, step) for rank in self.ranks)]
             loss = torch.stack(shares).mean()
-            loss.backward() if self.booster is None else self.booster.backward(loss, optimizers[0])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            loss.backward() if self.booster is None else self.booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def model_first(side: Side, model: Any) -> None:
+def model_first_and_the_pair_once_more(side: Side, model: Any) -> None:
     boosted, none = side.boost(model)
     assert none is None
     again, optimizer = side.boost(boosted, momentum(boosted.parameters()))
     assert again is boosted
-    side.train(boosted, [optimizer], range(3))
-
-
-def two_optimizers_of_one_model(side: Side, model: Any) -> None:
-    inward, rest = list(model.inward.parameters()), [*model.tied.parameters(), *model.outward.parameters()]
-    boosted, one = side.boost(model, momentum(inward))
-    boosted, other = side.boost(boosted, momentum(rest))
-    side.train(boosted, [one, other], range(3))
-
-
-def the_pair_once_more(side: Side, model: Any) -> None:
-    pair = side.boost(model, momentum(model.parameters()))
-    side.train(pair[0], [pair[1]], range(2))
-    assert side.boost(*pair) == pair
-    side.train(pair[0], [pair[1]], range(2, 4))
+    side.train(boosted, optimizer, range(2))
+    assert side.boost(boosted, optimizer) == (boosted, optimizer)
+    side.train(boosted, optimizer, range(2, 4))
 
 
 def another_optimizer(side: Side, model: Any) -> None:
@@ -66,11 +49,11 @@ def another_optimizer(side: Side, model: Any) -> None:
     boosted, kept = model, []
     for turn in range(3):
         boosted, optimizer = side.boost(model if turn == 1 else boosted, momentum(boosted.parameters()))
-        side.train(boosted, [optimizer], range(2 * turn, 2 * turn + 2))
+        side.train(boosted, optimizer, range(2 * turn, 2 * turn + 2))
         kept.append(optimizer)
 
 
-WAYS = (model_first, two_optimizers_of_one_model, the_pair_once_more, another_optimizer)
+WAYS = (model_first_and_the_pair_once_more, another_optimizer)
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -110,30 +93,5 @@ def test_what_is_loaded_into_a_model_reaches_the_masters_of_all_its_optimizers()
             for record in optimizer.sharded_parameters:
                 start, stop = record.split.span(record.rank)
                 assert record.p32[: stop - start].eq(0.5).all()
-
-    run_ranks(rank, 2)
-
-
-def test_adapters_of_a_boosted_model_get_their_optimizer_later() -> None:
-    """The optimizer has been made before the adapters, as with one call."""
-
-    def rank(rank: int, world_size: int) -> None:
-        ends = []
-        for at_once in (True, False):
-            model = model_of()
-            booster = Booster(plugin=ours(stage=2, precision="fp32"))
-            plain = momentum(model.parameters())
-            torch.manual_seed(1)
-            adapted = booster.enable_lora(model, lora_config=LoraConfig(r=2, target_modules=["inward", "outward"]))
-            boosted = adapted if at_once else booster.boost(adapted)[0]
-            boosted, optimizer, *_ = booster.boost(boosted, plain)
-            for step in range(3):
-                x, y = batch(rank, step)
-                booster.backward((boosted(x) - y).square().mean(), optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-            ends.append({name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad})
-        assert len(ends[0]) == 4
-        check_equal(*ends)
 
     run_ranks(rank, 2)
