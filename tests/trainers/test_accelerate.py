@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -27,13 +26,12 @@ from torch.utils.data import DataLoader
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.trainers.accelerate import ZeroAccelerator
 from tests.support.cases import Check, check_refusals
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases
 from tests.support.trainers import (
     LayerDrop,
     Make,
     adamw,
     check_ends,
-    forget,
     gentle,
     gpt2,
     launched,
@@ -391,22 +389,7 @@ def test_goes_on_from_a_saved_state(world_size: int, tmp_path: Path, subtests: p
                 check_ends(ends, own_ends, 10 * exact)
 
 
-# ---- one process, and mistakes ----
-
-
-def alone(rank: int, world_size: int) -> tuple[Result, Result]:
-    run = RUNS["clipped by value"]
-    theirs = result(Accelerator(cpu=True, **run.accelerator), run)
-    forget()
-    own = result(ZeroAccelerator(cpu=True, zero_options=run.zero, **run.accelerator), run)
-    assert dist.get_world_size() == 1
-    forget()
-    return theirs, own
-
-
-def test_trains_in_one_process() -> None:
-    ((theirs, own),) = run_ranks(alone, 1, init=False)
-    check_alike(theirs, own)
+# ---- mistakes ----
 
 
 def fsdp() -> None:
