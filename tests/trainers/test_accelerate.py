@@ -197,33 +197,6 @@ def two_over_one_model(make: MakeAccelerator) -> Result:
     return train_alone(accelerator, model, Both(), loader, 0.3), weights(accelerator.unwrap_model(model))
 
 
-def adversaries(make: MakeAccelerator) -> Result:
-    """A GAN: the discriminator's loss doesn't reach the generator, whose loss goes through both."""
-    accelerator = make()
-    torch.manual_seed(0)
-    generator, judge = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, n)) for n in (5, 1))
-    step_generator, step_judge = adamw(generator.parameters()), momentum(judge.parameters())
-    generator, judge, step_generator, step_judge = accelerator.prepare(generator, judge, step_generator, step_judge)
-    torch.manual_seed(accelerator.process_index)
-    losses = []
-    for _ in range(STEPS):
-        made = generator(torch.randn(4, 5))
-        step_judge.zero_grad()
-        loss = judge(torch.randn(4, 5)).sigmoid().log().mean() - judge(made.detach()).sigmoid().log().mean()
-        accelerator.backward(-loss)
-        step_judge.step()
-        step_generator.zero_grad()
-        other = -judge(made).sigmoid().log().mean()
-        accelerator.backward(other)
-        step_generator.step()
-        losses += [loss.item(), other.item()]
-    named = {"generator": generator, "judge": judge}
-    ends = {
-        f"{name}.{key}": p for name, it in named.items() for key, p in weights(accelerator.unwrap_model(it)).items()
-    }
-    return losses, ends
-
-
 def by_no_sync(make: MakeAccelerator) -> Result:
     """Forwards under ``no_sync``, and a last backward that is told to reduce, after it or within; clipping sees all."""
     model, accelerator = gpt2(), make()
@@ -276,12 +249,12 @@ AGAIN = (one_accelerator, prepared_again)
 def each_way(rank: int, world_size: int, train: Callable[[MakeAccelerator], Result]) -> tuple[Result, Result]:
     options: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2 if train is two_over_one_model else 1}
     with launched(rank, world_size):
-        theirs = train(lambda: Accelerator(kwargs_handlers=[UNUSED] if train is adversaries else [], **options))
+        theirs = train(lambda: Accelerator(**options))
     with launched(rank, world_size):
         return theirs, train(lambda: ZeroAccelerator(zero_options=STAGE_2, **options))
 
 
-LOOPS = {2: (adversaries, *AGAIN), 3: (two_over_one_model, by_no_sync)}
+LOOPS = {2: AGAIN, 3: (two_over_one_model, by_no_sync)}
 
 
 @pytest.mark.parametrize("world_size", LOOPS)

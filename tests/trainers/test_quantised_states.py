@@ -227,22 +227,6 @@ def test_a_run_goes_on_with_other_slices(tmp_path: Path) -> None:
                     assert (value - exact).abs().max() <= tolerance
 
 
-def test_slices_are_multiples(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, multiple: int) -> None:
-        model = Net()
-        patch_rank(sharding, "slice_multiple", lambda optimizer: lambda numel, world_size: multiple)
-        optimizer = wrap(model, lambda params: torch.optim.SGD(params, lr=0.1))
-        for p, place in zip(model.parameters(), layout_of(optimizer).parameters, strict=True):
-            least, split = -(-p.numel() // world_size), place.split
-            assert split.slice_size == -(-least // multiple) * multiple
-            assert optimizer.get_param_padding_size(p) == split.padding == split.slice_size * world_size - p.numel()
-        expected = trained_alone(lambda params: torch.optim.SGD(params, lr=0.1), 2)
-        for value, exact in zip(train(model, optimizer, range(2)), expected, strict=True):
-            assert torch.equal(value, exact)
-
-    check_cases(subtests, 3, work, [1, 5, 256, 10_000])
-
-
 def states_that_are_quantised_as_a_whole_are_refused(rank: int, world_size: int) -> None:
     model = Net()
     optimizer = bnb.optim.AdamW8bit(model.parameters())
