@@ -30,6 +30,16 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
         forget()
 
 
+def when_launched(call: Callable[..., Any], *args: Any) -> Callable[[int, int], None]:
+    """``call(*args)`` of a rank that a launcher has started, for ``check_refusals``."""
+
+    def on_rank(rank: int, world_size: int) -> None:
+        with launched(rank, world_size):
+            call(*args)
+
+    return on_rank
+
+
 def forget() -> None:
     """Nothing is left of accelerate's singletons."""
     AcceleratorState._reset_state(True)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.trainers.accelerate import ZeroAccelerator
-from tests.support.cases import Check, check_refusals
+from tests.support.cases import check_refusals
 from tests.support.ranks import run_cases
 from tests.support.trainers import (
     LayerDrop,
@@ -39,6 +39,7 @@ from tests.support.trainers import (
     momentum,
     sentences,
     weights,
+    when_launched,
 )
 
 STEPS = 4
@@ -365,23 +366,27 @@ def test_goes_on_from_a_saved_state(world_size: int, tmp_path: Path, subtests: p
 # ---- mistakes ----
 
 
-def fsdp() -> None:
-    ZeroAccelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+def accelerating(**options: Any) -> Callable[[], Any]:
+    return lambda: ZeroAccelerator(**{"cpu": True, **options})
 
 
-def compressed() -> None:
-    ddp = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
-    ZeroAccelerator(cpu=True, kwargs_handlers=[ddp])
+def preparing(make: Callable[[], tuple[Any, ...]], **options: Any) -> Callable[[], Any]:
+    return lambda: ZeroAccelerator(cpu=True, **options).prepare(*make())
 
 
-def wrapped_twice() -> None:
-    model = gpt2()
-    ZeroAccelerator(cpu=True).prepare(model, LowLevelZeroOptimizer(adamw(model.parameters()), model=model))
+def a_pair(make: Callable[[Any], Any] = adamw, wrap: Callable[[Any], Any] = lambda model: model) -> tuple[Any, Any]:
+    model = wrap(gpt2())
+    return model, make(model.parameters())
 
 
-def in_ddp() -> None:
-    model = DistributedDataParallel(gpt2())
-    ZeroAccelerator(cpu=True).prepare(model, adamw(model.parameters()))
+def wrapped_twice() -> tuple[Any, Any]:
+    model, optimizer = a_pair()
+    return model, LowLevelZeroOptimizer(optimizer, model=model)
+
+
+def several_in_fp16() -> tuple[Any, ...]:
+    model = gpt2().half()
+    return model, adamw(model.transformer.h.parameters()), adamw(model.transformer.ln_f.parameters())
 
 
 def without_an_optimizer() -> None:
@@ -390,65 +395,40 @@ def without_an_optimizer() -> None:
     accelerator.backward(model(**{key: row[None] for key, row in sentences(1)[0].items()}).loss)
 
 
-def bad_option() -> None:
-    model = gpt2()
-    ZeroAccelerator(cpu=True, zero_options={"stage": 3}).prepare(model, adamw(model.parameters()))
-
-
-def of_another_model() -> None:
-    ZeroAccelerator(cpu=True).prepare(gpt2(), adamw(gpt2().parameters()))
-
-
-def several_in_fp16() -> None:
-    model = gpt2().half()
-    one, two = adamw(model.transformer.h.parameters()), adamw(model.transformer.ln_f.parameters())
-    ZeroAccelerator(cpu=True).prepare(model, one, two)
-
-
-def unseen() -> None:
-    ZeroAccelerator()
-
-
 def uneven() -> None:
     accelerator = ZeroAccelerator(cpu=True)
-    model, _ = accelerator.prepare(model := gpt2(), adamw(model.parameters()))
-    with accelerator.join_uneven_inputs([model]):
+    with accelerator.join_uneven_inputs([accelerator.prepare(*a_pair())[0]]):
         pass
 
 
-def dummy() -> None:
-    ZeroAccelerator(cpu=True).prepare(gpt2(), DummyOptim([]))
-
-
-def in_fp16() -> None:
-    ZeroAccelerator(cpu=True, mixed_precision="fp16")
-
-
-MISTAKES: dict[Callable[[], None], tuple[str, ...]] = {
-    in_fp16: ("ValueError: ", "expected 'no' or 'bf16', got 'fp16'"),
-    bad_option: ("ValueError: ", "stage: expected 1 or 2, got 3"),
-    fsdp: ("ValueError: ", "got ACCELERATE_USE_FSDP: leave the plugin out"),
-    compressed: ("ValueError: ", "communication_dtype=torch.bfloat16"),
-    wrapped_twice: ("TypeError: ", "hand over the one that it wraps"),
-    in_ddp: ("TypeError: ", "expected the bare module, got DistributedDataParallel"),
-    dummy: ("TypeError: ", "got DummyOptim"),
-    without_an_optimizer: ("RuntimeError: ", "expected prepare(model, optimizer), got a model alone"),
-    of_another_model: ("ValueError: ", "one that holds none of them"),
-    several_in_fp16: ("ValueError: ", "expected one optimizer where parameters are fp16"),
-    unseen: (
+COMPRESSED = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+MISTAKES: dict[str, tuple[Any, ...]] = {
+    "fp16": (accelerating(mixed_precision="fp16"), "ValueError: ", "expected 'no' or 'bf16', got 'fp16'"),
+    "option": (preparing(a_pair, zero_options={"stage": 3}), "ValueError: ", "stage: expected 1 or 2, got 3"),
+    "FSDP": (
+        lambda: ZeroAccelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()),
+        "ValueError: ",
+        "got ACCELERATE_USE_FSDP: leave the plugin out",
+    ),
+    "comm hook": (accelerating(kwargs_handlers=[COMPRESSED]), "ValueError: ", "communication_dtype=torch.bfloat16"),
+    "wrapped twice": (preparing(wrapped_twice), "TypeError: ", "hand over the one that it wraps"),
+    "in DDP": (
+        preparing(lambda: a_pair(wrap=DistributedDataParallel)),
+        "TypeError: ",
+        "expected the bare module, got DistributedDataParallel",
+    ),
+    "dummy": (preparing(lambda: a_pair(lambda params: DummyOptim([]))), "TypeError: ", "got DummyOptim"),
+    "no optimizer": (without_an_optimizer, "RuntimeError: ", "expected prepare(model, optimizer), got a model alone"),
+    "another model": (preparing(lambda: (gpt2(), a_pair()[1])), "ValueError: ", "one that holds none of them"),
+    "several in fp16": (preparing(several_in_fp16), "ValueError: ", "expected one optimizer where parameters are fp16"),
+    "unseen": (
+        accelerating(cpu=False),
         "RuntimeError: ",
         "the 2 processes that were launched, got an Accelerator of 1: start it with torchrun or accelerate launch",
     ),
-    uneven: ("NotImplementedError: join_uneven_inputs",),
+    "uneven": (uneven, "NotImplementedError: join_uneven_inputs"),
 }
 
 
 def test_mistakes_are_told(subtests: pytest.Subtests) -> None:
-    def misusing(mistake: Callable[[], None]) -> Check:
-        def misuse(rank: int, world_size: int) -> None:
-            with launched(rank, world_size):
-                mistake()
-
-        return misuse
-
-    check_refusals(subtests, 2, {each.__name__: (misusing(each), *told) for each, told in MISTAKES.items()})
+    check_refusals(subtests, 2, {name: (when_launched(call), *told) for name, (call, *told) in MISTAKES.items()})

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from benchmarks.any_optimizer import HEAD, cases, line, row
+from lowlevel_zero.optim.splits import choose_splits
 from lowlevel_zero.testing import assert_trains_alike
+from tests.support.collections import pytorch_optimizer
 from tests.support.ranks import run_cases
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 PAGE = Path(__file__).parents[2] / "docs" / "any-optimizer.md"
 
@@ -42,3 +48,78 @@ def test_more_ranks_train_alike_in_both_stages(case: tuple[Any, ...], world_size
         pytest.skip("means over 3 ranks are rounded, and this class turns a rounding into half of its way")
     with torch.compiler.set_stance("force_eager"):
         assert_trains_alike(make, model, 12, tolerance=1e-2, world_size=world_size, stage=stage, **options)
+
+
+# The probe accepts those classes of pytorch_optimizer alone that train slices as they train whole parameters.
+
+SHAPES = ((16, 8), (5, 3, 3, 3), (33,))
+ACCEPTED = (
+    "AdaBelief",
+    "AdaBound",
+    "AdamG",
+    "Adan",
+    "DiffGrad",
+    "Lion",
+    "MADGRAD",
+    "QHAdam",
+    "Tiger",
+)
+# Their steps depend on other elements, which shows for some gradients, or late in a run, or for some settings; or their
+# states, as AggMo's dict of momenta, can't be sliced.
+WHOLE = ("AdaTAM", "AdamP", "AggMo", "SGDP", "SPAM", "StableAdamW")
+# On other parameters, or on random numbers.
+REFUSED = ("ASGD", "AdamS", "Adai", "Kron", "Prodigy", "SWATS")
+
+
+def make(name: str, params: Sequence[Tensor], **options: Any) -> Any:
+    return getattr(pytorch_optimizer, name)(params, lr=1e-3, **options)
+
+
+def test_classes_that_look_beyond_an_element_step_whole_parameters(subtests: pytest.Subtests) -> None:
+    momentum = {"momentum": 0.9, "nesterov": True}  # which hides no projection
+    for name, options in (*((name, {}) for name in WHOLE), ("SGDP", momentum)):
+        with subtests.test(name, **options):
+            assert choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))], **options)) == ["parameters"]
+
+
+def test_classes_that_look_beyond_a_parameter_are_refused(subtests: pytest.Subtests) -> None:
+    for name in REFUSED:
+        with subtests.test(name), pytest.raises(TypeError, match=f"{name} cannot be sharded"):
+            choose_splits(make(name, [nn.Parameter(torch.ones(4, 4))]))
+
+
+def first_third(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[: -(-tensor.numel() // 3)]
+
+
+def towards(weight: Tensor, target: Tensor, noise: Tensor) -> Tensor:
+    return weight - target + 0.01 * noise
+
+
+def across(weight: Tensor, target: Tensor, noise: Tensor) -> Tensor:
+    rows = weight.view(len(weight) if weight.dim() > 1 else 1, -1)
+    noise = noise.view(rows.shape)
+    return (noise - (noise * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True) * rows).view(weight.shape)
+
+
+@pytest.mark.parametrize("gradient", [towards, across])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_classes_train_slices_as_they_train_the_whole(
+    name: str, gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    wholes = [nn.Parameter(0.1 * torch.randn(shape)) for shape in SHAPES]
+    slices = [nn.Parameter(first_third(whole.detach()).clone()) for whole in wholes]
+    starts = [whole.detach().clone() for whole in wholes]
+    whole, sliced = make(name, wholes), make(name, slices)
+    assert choose_splits(whole) == ["elements"]
+    for _ in range(100):
+        for p, own in zip(wholes, slices, strict=True):
+            p.grad = gradient(p.detach(), torch.ones_like(p), torch.randn_like(p))
+            own.grad = first_third(p.grad).clone()
+        whole.step()
+        sliced.step()
+    for start, p, own in zip(starts, wholes, slices, strict=True):
+        moved = (p.detach() - start).abs().max()
+        assert moved > 0
+        assert (first_third(p.detach()) - own.detach()).abs().max() <= 1e-3 * moved

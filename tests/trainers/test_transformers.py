@@ -23,7 +23,7 @@ from transformers import (
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.trainers.transformers import ZeroTrainer, ZeroTrainerMixin
-from tests.support.cases import Check, check_refusals
+from tests.support.cases import check_refusals
 from tests.support.checkpoints import differences
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_ranks
@@ -39,6 +39,7 @@ from tests.support.trainers import (
     momentum,
     sentences,
     weights,
+    when_launched,
 )
 
 STEPS = 3
@@ -331,7 +332,7 @@ def test_trains_in_one_process(tmp_path: Path) -> None:
     check_alike(theirs, own)
 
 
-def several_gpus(rank: int, folder: str) -> None:
+def several_gpus(folder: str) -> None:
     args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
     assert args.n_gpu == 0
     patch_rank(args, "_n_gpu", 2)
@@ -342,14 +343,14 @@ def sharded_before(model: nn.Module) -> dict[str, Any]:
     return {"optimizers": (LowLevelZeroOptimizer(adamw(model.parameters()), model=model), None)}
 
 
-def build(**keywords: Any) -> Callable[[int, str], Any]:
-    return lambda rank, folder: trainer_of(1, Run(**keywords), rank, folder)
+def build(**keywords: Any) -> Callable[[str], Any]:
+    return lambda folder: trainer_of(1, Run(**keywords), 0, folder)
 
 
 MISTAKES: dict[str, tuple[Any, ...]] = {
     "fp16": (build(args={"fp16": True}), "ValueError: mixed_precision: expected 'no' or 'bf16', got 'fp16'"),
     "option": (
-        lambda rank, folder: build(zero={"stage": 3})(rank, folder).train(),
+        lambda folder: build(zero={"stage": 3})(folder).train(),
         "ValueError: stage: expected 1 or 2, got 3",
     ),
     "in DDP": (build(model=lambda rank: DistributedDataParallel(gpt2())), "TypeError: ", "got DistributedDataParallel"),
@@ -360,11 +361,6 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
 
 
 def test_mistakes_are_told(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    def misusing(mistake: Callable[[int, str], Any]) -> Check:
-        def misuse(rank: int, world_size: int) -> None:
-            with launched(rank, world_size):
-                mistake(rank, str(tmp_path))
-
-        return misuse
-
-    check_refusals(subtests, 2, {name: (misusing(mistake), *told) for name, (mistake, *told) in MISTAKES.items()})
+    folder = str(tmp_path)
+    mistakes = {name: (when_launched(call, folder), *told) for name, (call, *told) in MISTAKES.items()}
+    check_refusals(subtests, 2, mistakes)
