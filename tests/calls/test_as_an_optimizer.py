@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases
 from tests.support.scripts import (
     WAYS,
     Alone,
     Case,
+    Script,
     Together,
     adamw,
-    check,
     check_each,
     data,
     loss_at,
     momentum,
     net,
+    steps,
 )
+from tests.support.several import check_all
 from tests.support.strangers import AdamByHand
 
 
@@ -48,42 +52,30 @@ def test_a_closure_is_run_with_gradients_and_its_loss_returned(subtests: pytest.
     check_each({way: Case(script, options) for way, options in WAYS.items()}, subtests)
 
 
-EITHER = ("wrapper", "inner")
-
-
-def test_step_hooks_run_once_a_step(subtests: pytest.Subtests) -> None:
-    def train(rank: int, world_size: int, on: str) -> list[str]:
+def step_hooks_run_once_a_step(rank: int, world_size: int) -> None:
+    for on_wrapper in (True, False):
         model = net()
         optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
-        hooked = optimizer if on == "wrapper" else optimizer.optim
+        hooked = optimizer if on_wrapper else optimizer.optim
         seen: list[str] = []
-        hooked.register_step_pre_hook(lambda *_: seen.append("pre"))
-        hooked.register_step_post_hook(lambda *_: seen.append("post"))
-        for step in range(3):
-            optimizer.backward(loss_at(model, step)(rank))
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen
-
-    for (on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
-        with subtests.test(on):
-            assert ran.values() == [["pre", "post"] * 3] * 2
+        hooked.register_step_pre_hook(lambda *_, seen=seen: seen.append("pre"))
+        hooked.register_step_post_hook(lambda *_, seen=seen: seen.append("post"))
+        steps(Together(rank), model, optimizer, range(3))
+        assert seen == ["pre", "post"] * 3, on_wrapper
 
 
-def test_state_dict_hooks_run_as_plain_torch_runs_them() -> None:
-    def train(rank: int, world_size: int) -> tuple[list[str], int]:
-        model = net()
-        optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
-        seen: list[str] = []
-        optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, "epoch": 3})
-        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: seen.append(f"epoch {state_dict['epoch']}"))
-        optimizer.register_load_state_dict_post_hook(lambda _: seen.append("after loading"))
-        state_dict = optimizer.state_dict()
-        optimizer.load_state_dict(state_dict)
-        return seen, state_dict["epoch"]
-
-    assert run_ranks(train, 2) == [(["before saving", "epoch 3", "after loading"], 3)] * 2
+def state_dict_hooks_run_as_plain_torch_runs_them(rank: int, world_size: int) -> None:
+    model = net()
+    optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, "epoch": 3})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: seen.append(f"epoch {state_dict['epoch']}"))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("after loading"))
+    state_dict = optimizer.state_dict()
+    optimizer.load_state_dict(state_dict)
+    assert seen == ["before saving", "epoch 3", "after loading"]
+    assert state_dict["epoch"] == 3
 
 
 class Eager(torch.optim.SGD):
@@ -95,64 +87,69 @@ class Eager(torch.optim.SGD):
             group["lr"] *= 1.5
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_class_s_own_zero_grad_runs_too(set_to_none: bool) -> None:
-    def train(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Tensor]:
-        for _ in range(3):
-            model(torch.ones(1, 3)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none)
-        return [p.detach().clone() for p in model.parameters()]
-
-    def work(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        model, alone = nn.Linear(3, 2), nn.Linear(3, 2)
-        alone.load_state_dict(model.state_dict())
-        optimizer = LowLevelZeroOptimizer(Eager(model.parameters(), lr=0.01), model=model)
-        trained = train(optimizer, model)
-        torch.testing.assert_close(trained, train(Eager(alone.parameters(), lr=0.01), alone))
-
-    run_ranks(work, 2)
+def a_class_s_own_zero_grad_runs_too(rank: int, world_size: int) -> None:
+    for set_to_none in (True, False):
+        model, alone = net(), net()
+        for side, optimizer in (
+            (model, LowLevelZeroOptimizer(Eager(model.parameters(), lr=0.01), model=model)),
+            (alone, Eager(alone.parameters(), lr=0.01)),
+        ):
+            for step in range(3):
+                loss_at(side, step)(0).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+        torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
 
 
-def test_groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(subtests: pytest.Subtests) -> None:
-    def train(rank: int, world_size: int, load_on: str) -> list[bool]:
+def groups_state_and_defaults_stay_those_of_the_wrapped_optimizer(rank: int, world_size: int) -> None:
+    for on_wrapper in (True, False):
         model = net()
         optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
-        optimizer.backward(loss_at(model, 0)(rank))
-        optimizer.step()
-        loader = optimizer if load_on == "wrapper" else optimizer.optim
+        steps(Together(rank), model, optimizer, range(1))
+        loader = optimizer if on_wrapper else optimizer.optim
         loader.load_state_dict(loader.state_dict())
         optimizer.param_groups[0]["lr"] = 0.125
-        return [
-            optimizer.param_groups is optimizer.optim.param_groups,
-            optimizer.state is optimizer.optim.state,
-            optimizer.defaults is optimizer.optim.defaults,
-            optimizer.optim.param_groups[0]["lr"] == 0.125,
-            isinstance(optimizer, torch.optim.Optimizer),
-        ]
-
-    for (load_on,), ran in run_cases(train, 2, [(on,) for on in EITHER], one_group=True):
-        with subtests.test(load_on):
-            assert ran.values() == [[True] * 5] * 2
+        assert optimizer.param_groups is optimizer.optim.param_groups
+        assert optimizer.state is optimizer.optim.state
+        assert optimizer.defaults is optimizer.optim.defaults
+        assert optimizer.optim.param_groups[0]["lr"] == 0.125
+        assert isinstance(optimizer, torch.optim.Optimizer)
 
 
-def test_the_defaults_of_an_optimizer_that_is_not_torch_s_stay_as_they_are() -> None:
+def the_defaults_of_an_optimizer_that_is_not_torch_s_stay_as_they_are(rank: int, world_size: int) -> None:
     """Groups that are added later have what its class gives them."""
-
-    def wrap(rank: int, world_size: int) -> tuple[dict[str, object], dict[str, object]]:
-        inner = AdamByHand(net().parameters())
-        before = dict(inner.defaults)
-        LowLevelZeroOptimizer(inner)
-        return before, dict(inner.defaults)
-
-    for before, after in run_ranks(wrap, 2, timeout=30):
-        assert before == after
+    inner = AdamByHand(net().parameters())
+    before = dict(inner.defaults)
+    LowLevelZeroOptimizer(inner)
+    assert inner.defaults == before
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
-@pytest.mark.parametrize("way", ["optimizer.backward", "loss.backward", "backward_pass"])
-def test_a_training_step_may_be_compiled_whole(way: str) -> None:
+def gradients_that_are_views_of_one_buffer_become_zeros(rank: int, world_size: int) -> None:
+    ps = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer, flat = LowLevelZeroOptimizer(torch.optim.SGD(ps, lr=1.0)), torch.ones(8)
+    ps[0].grad, ps[1].grad = flat[:4], flat[4:]
+    optimizer.zero_grad(set_to_none=False)
+    assert flat.tolist() == [0.0] * 8
+
+
+CHECKS = [
+    step_hooks_run_once_a_step,
+    state_dict_hooks_run_as_plain_torch_runs_them,
+    a_class_s_own_zero_grad_runs_too,
+    groups_state_and_defaults_stay_those_of_the_wrapped_optimizer,
+    the_defaults_of_an_optimizer_that_is_not_torch_s_stay_as_they_are,
+    gradients_that_are_views_of_one_buffer_become_zeros,
+]
+
+
+def test_it_is_an_optimizer(subtests: pytest.Subtests) -> None:
+    check_all(CHECKS, 2, subtests, one_group=True)
+
+
+# ---- what is compiled: in one launch, since each process that compiles imports torch's compiler for seconds ----
+
+
+def step_compiled_whole(way: str) -> Script:
     def script(side: Alone) -> nn.Module:
         model = net()
         optimizer = side.wrap(momentum(model), model)
@@ -171,24 +168,50 @@ def test_a_training_step_may_be_compiled_whole(way: str) -> None:
             optimizer.zero_grad()
             return loss
 
-        is_sharded = isinstance(optimizer, LowLevelZeroOptimizer)  # else this process is that of all tests
-        compiled = torch.compile(train_step, backend="eager") if is_sharded else train_step
+        compiled = compiled_in_ranks(side, train_step)
         for step in range(3):
             compiled(data(step, 0))
         return model
 
-    check(script)
+    return script
 
 
-def test_gradients_that_are_views_of_one_buffer_become_zeros() -> None:
-    def zero(rank: int, world_size: int) -> list[float]:
-        ps = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-        optimizer, flat = LowLevelZeroOptimizer(torch.optim.SGD(ps, lr=1.0)), torch.ones(8)
-        ps[0].grad, ps[1].grad = flat[:4], flat[4:]
-        optimizer.zero_grad(set_to_none=False)
-        return flat.tolist()
+def compiled_in_ranks(side: Alone, function: Callable[..., Any]) -> Any:
+    """This process is that of all tests, which shouldn't find a compiler at work."""
+    return torch.compile(function, backend="eager") if isinstance(side, Together) else function
 
-    assert run_ranks(zero, 2, timeout=30) == [[0.0] * 8] * 2
+
+def model_compiled(side: Alone) -> nn.Module:
+    model = net()
+    optimizer = side.wrap(momentum(model), model)
+    steps(side, compiled_in_ranks(side, model), optimizer, range(2))
+    return model
+
+
+def compiled_autograd_refused(side: Alone) -> nn.Module:
+    """Before it compiles hooks."""
+    model = net()
+    optimizer = side.wrap(momentum(model), model)
+    if isinstance(side, Together):
+        from torch._dynamo import compiled_autograd
+
+        for backward, what in ((optimizer.backward, "backward"), (Tensor.backward, r"3.bias")):
+            with (
+                compiled_autograd._enable(torch.compile(backend="eager")),  # type: ignore[no-untyped-call]
+                pytest.raises(RuntimeError, match=rf"{what}: expected a backward that autograd runs, got .* compiled"),
+            ):
+                backward(loss_at(model, 0)(side.rank))
+        optimizer.zero_grad()
+    steps(side, model, optimizer, range(2))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
+def test_models_and_whole_steps_may_be_compiled_and_backwards_may_not(subtests: pytest.Subtests) -> None:
+    ways = ("optimizer.backward", "loss.backward", "backward_pass")
+    scripts = {way: step_compiled_whole(way) for way in ways}
+    scripts |= {"a model": model_compiled, "compiled autograd": compiled_autograd_refused}
+    check_each({name: Case(script, {}) for name, script in scripts.items()}, subtests)
 
 
 def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:

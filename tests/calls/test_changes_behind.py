@@ -61,6 +61,7 @@ def assign_a_state_dict(model: nn.Module) -> None:
 
 
 CONVERTED = "expected dtype, device and shape as at this optimizer's construction"
+BEFORE = r".*move or convert a model \(.*\) before constructing the optimizer"
 MODELS = [
     Wrong(
         "a parameter that came later",
@@ -86,7 +87,7 @@ MODELS = [
     Wrong(
         "model.half()",
         lambda work: convert(work, torch.float16),
-        Refused(RuntimeError, f"0.weight: {CONVERTED} .torch.float32, .*, got torch.float16", ends=True),
+        Refused(RuntimeError, f"0.weight: {CONVERTED} .torch.float32, .*, got torch.float16{BEFORE}", ends=True),
     ),
     *(
         Wrong("gradients of another dtype", widen_gradients, Refused(TypeError, "0.weight: .* got grad_dtype"))

@@ -132,6 +132,16 @@ RANKS = [
         Refused(RuntimeError, "rank 0 to verify; rank 1 to verify buffers: "),
     ),
     Wrong(
+        "a step on one rank",
+        instead(lambda work: work.optimizer.step(), lambda work: work.optimizer.zero_grad()),
+        Refused(RuntimeError, "let every rank make the same calls .* «if rank == 0».*zero_grad"),
+    ),
+    Wrong(
+        "a state dict on one rank",
+        instead(lambda work: work.optimizer.state_dict()),
+        Refused(RuntimeError, "rank 1 to state_dict: .*same calls .* none of them under «if rank == 0»"),
+    ),
+    Wrong(
         "an accessor on one rank",
         lambda work: safe_get_full_fp32_param(work.model[0].bias) if work.odd else work.optimizer.zero_grad(),
         Refused(RuntimeError, "rank 0 to zero_grad; rank 1 to call safe_get_full_fp32_param of 0.bias: "),

@@ -121,13 +121,13 @@ OBJECTS = [
     Wrong(
         "a model in DistributedDataParallel",
         lambda work: construct(adam, model=DistributedDataParallel(net()))(work),
-        Refused(ValueError, "model.module"),
+        Refused(ValueError, "pass model.module and drop the wrapper"),
     ),
     Wrong("parameters for an optimizer", construct(list), Refused(TypeError, "expected a torch.optim.Optimizer, got")),
     Wrong(
         "an optimizer that isn't elementwise",
         construct(lambda model: torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])),
-        Refused(TypeError, "LBFGS"),
+        Refused(TypeError, "LBFGS.* Use an optimizer that .* such as torch.optim.AdamW"),
     ),
     Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),
     Wrong("a string for a learning rate", not_a_number, Refused(TypeError, "bad operand type", ends=True)),
