@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
@@ -20,7 +19,7 @@ from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.layout import layout_of
 from lowlevel_zero.options import GROUPS, abouts
 from tests.support.options import grouped
-from tests.support.ranks import run_cases_expecting, run_ranks
+from tests.support.ranks import run_ranks
 
 MOST_CALLS = 255  # of functions, Python's and C's, that a parameter adds to construction
 
@@ -125,19 +124,6 @@ def test_a_bad_option() -> None:
     run_ranks(rank, 2)
 
 
-def test_a_bare_backward_of_an_fp16_model() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = net().half()
-        optimizer = wrap(model)
-        with pytest.raises(RuntimeError, match=r"1\.bias.*optimizer\.backward"):
-            model(torch.ones(1, 3, dtype=torch.float16)).sum().backward()
-        optimizer.zero_grad()
-        optimizer.backward(model(torch.ones(1, 3, dtype=torch.float16)).sum())
-        optimizer.step()
-
-    run_ranks(rank, 2)
-
-
 def test_a_bare_backward_that_misses_the_fp16_part_of_a_model() -> None:
     """One scaler is for all shard groups, and for gradients that wait under ``no_sync``."""
 
@@ -159,82 +145,6 @@ def test_a_bare_backward_that_misses_the_fp16_part_of_a_model() -> None:
     for dtypes in (mixed, mixed[::-1]):
         for waits in (False, True):
             run_ranks(rank, 2, dtypes, waits, timeout=30)
-
-
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has grad_dtype since 2.10")
-def test_gradients_of_another_dtype_than_the_parameter_s() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = net()
-        model[1].weight.grad_dtype = torch.float64
-        with pytest.raises(
-            TypeError, match=r"1\.weight: expected gradients in the parameter's torch\.float32, got grad_"
-        ):
-            wrap(model)
-        model[1].weight.grad_dtype = None
-        optimizer = wrap(model)
-        optimizer.backward(model(torch.ones(1, 3)).sum())
-        optimizer.step()
-
-    run_ranks(rank, 2, timeout=30)
-
-
-def test_a_group_that_is_added_by_half() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        model = net()
-        optimizer = wrap(model)
-        before = len(optimizer.param_groups)
-        late = nn.Parameter(
-            torch.zeros(3, dtype=torch.float32 if rank == 0 else torch.int32, requires_grad=False), requires_grad=False
-        )
-        for params, error, words in [
-            ([model[0].weight], ValueError, r"0\.weight: expected a parameter this optimizer doesn't have"),
-            ([nn.Parameter(torch.zeros(2, dtype=torch.float16))], ValueError, "fp16"),
-            ([nn.Parameter(torch.zeros(2 + rank))], ValueError, "rank 1"),
-            ([late], ValueError, "rank 1"),
-        ]:
-            with pytest.raises(error, match=words):
-                optimizer.add_param_group({"params": params})
-            assert len(optimizer.param_groups) == before
-
-    run_ranks(rank, 2)
-
-
-# ---- ranks that differ: every rank raises, and says where ----
-
-
-def other_shape(rank: int) -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2 if rank == 0 else 5))
-
-
-def other_count(rank: int) -> Any:
-    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(2 if rank == 0 else 3)])
-
-
-def other_buffer(rank: int) -> Any:
-    model = net()
-    model.register_buffer("seen", torch.zeros(1 + rank))
-    return model
-
-
-DIFFERENCES = [
-    (other_shape, ("1.weight", "(2, 4)", "(5, 4)")),
-    (other_count, ("2.weight",)),
-    (other_buffer, ("seen", "(2,)")),
-]
-
-
-def test_models_that_differ(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, make: Callable[[int], nn.Module], words: tuple[str, ...]) -> None:
-        wrap(make(rank))
-
-    for (make, words), ran in run_cases_expecting(rank, 3, DIFFERENCES, timeout=20):
-        with subtests.test(make.__name__):
-            for raised in ran.raised():
-                assert raised.type == "ValueError"
-                assert "rank 0" in raised.message
-                assert "rank 1" in raised.message
-                assert all(word in raised.message for word in words), raised.message
 
 
 def test_a_refused_construction_changes_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_ranks
+from tests.support.several import check_all
 
 ODD = 1  # the rank on which it goes wrong
 
@@ -30,7 +31,7 @@ class Fault:
     def strike(self, where: str) -> None:
         if self.armed and where == self.where:
             self.armed = False
-            raise self.error
+            raise type(self.error)(*self.error.args)  # anew: a traceback would keep what is constructed
 
 
 NONE = Fault("nowhere", ValueError())
@@ -104,50 +105,43 @@ def train_as_alone(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_all_ranks_raise_and_may_try_again() -> None:
-    def work(rank: int, world_size: int) -> None:
-        for where, error in FAULTS.items():
-            fault = Fault(where, error)
-            model, inner = build(fault)
-            fault.armed = rank == ODD
-            with pytest.raises(type(error) if rank == ODD else RuntimeError) as caught:
-                LowLevelZeroOptimizer(inner, model=model, split="elements")
-            if rank != ODD:
-                told = f"rank {ODD} could not construct its LowLevelZeroOptimizer: {type(error).__name__}: {error}"
-                assert str(caught.value) == told
-            del caught
-            assert not fault.armed, where
-
-            inner = Sgd(model.parameters(), lr=0.05, momentum=0.9)
-            optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
-            train_as_alone(model, optimizer, rank, world_size)
-
-    run_ranks(work, 2)
-
-
-def test_a_group_that_one_rank_can_not_add() -> None:
-    """Before anything is changed, all go on without it."""
-
-    def work(rank: int, world_size: int) -> None:
-        fault = Fault("state", FAULTS["state"])
+def all_ranks_raise_and_may_try_again(rank: int, world_size: int) -> None:
+    for where, error in FAULTS.items():
+        fault = Fault(where, error)
         model, inner = build(fault)
-        optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
         fault.armed = rank == ODD
-        with pytest.raises(AttributeError if rank == ODD else RuntimeError) as caught:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
+        with pytest.raises(type(error) if rank == ODD else RuntimeError) as caught:
+            LowLevelZeroOptimizer(inner, model=model, split="elements")
         if rank != ODD:
-            assert str(caught.value) == f"rank {ODD} could not add a param group: AttributeError: no such state"
-        assert len(optimizer.param_groups) == 1
+            told = f"rank {ODD} could not construct its LowLevelZeroOptimizer: {type(error).__name__}: {error}"
+            assert str(caught.value) == told
+        del caught
+        assert not fault.armed, where
+
+        inner = Sgd(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
         train_as_alone(model, optimizer, rank, world_size)
 
-        optimizer = LowLevelZeroOptimizer(Sgd([nn.Parameter(torch.ones(3))], lr=0.1), split="elements")
-        late = Weight(torch.ones(3))
-        late.fault = Fault("hook", FAULTS["hook"])
-        late.fault.armed = rank == ODD
-        with pytest.raises(KeyError if rank == ODD else RuntimeError, match="mine"):
-            optimizer.add_param_group({"params": [late]})
 
-    run_ranks(work, 2)
+def a_group_that_one_rank_can_not_add(rank: int, world_size: int) -> None:
+    """Before anything is changed, all go on without it."""
+    fault = Fault("state", FAULTS["state"])
+    model, inner = build(fault)
+    optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
+    fault.armed = rank == ODD
+    with pytest.raises(AttributeError if rank == ODD else RuntimeError) as caught:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
+    if rank != ODD:
+        assert str(caught.value) == f"rank {ODD} could not add a param group: AttributeError: no such state"
+    assert len(optimizer.param_groups) == 1
+    train_as_alone(model, optimizer, rank, world_size)
+
+    optimizer = LowLevelZeroOptimizer(Sgd([nn.Parameter(torch.ones(3))], lr=0.1), split="elements")
+    late = Weight(torch.ones(3))
+    late.fault = Fault("hook", FAULTS["hook"])
+    late.fault.armed = rank == ODD
+    with pytest.raises(KeyError if rank == ODD else RuntimeError, match="mine"):
+        optimizer.add_param_group({"params": [late]})
 
 
 # ---- several devices ----
@@ -156,129 +150,54 @@ def test_a_group_that_one_rank_can_not_add() -> None:
 class Apart(nn.Module):
     """Parameters of which one may be elsewhere, on a device that the process group serves too."""
 
-    def __init__(self, device: str, trained: bool = True) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
         self.here = nn.Parameter(torch.ones(3))
-        self.there = nn.Parameter(torch.ones(3, device=device), requires_grad=trained)
+        self.there = nn.Parameter(torch.ones(3, device=device))
 
 
-def test_a_model_on_several_devices_is_refused() -> None:
+def a_model_on_several_devices_is_refused(rank: int, world_size: int) -> None:
     """Alike on all ranks, even where one rank's alone is, and nothing is changed."""
+    for ranks in ([0, 1], [1]):
+        model = Apart("meta" if rank in ranks else "cpu")
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        address = model.here.data_ptr()
+        expected = (
+            r"params'\]\[1\]: expected it on cpu, where param_groups\[0\]\['params'\]\[0\] is.* on meta.*move the model"
+        )
+        with pytest.raises(ValueError if rank in ranks else RuntimeError, match=expected):
+            LowLevelZeroOptimizer(inner, forced_dtype=torch.bfloat16)
+        assert (model.here.data_ptr(), model.here.dtype) == (address, torch.float32)
+        assert inner.param_groups[0]["params"][0] is model.here
 
-    def work(rank: int, world_size: int) -> None:
-        for ranks in ([0, 1], [1]):
-            model = Apart("meta" if rank in ranks else "cpu")
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            address = model.here.data_ptr()
-            with pytest.raises(ValueError if rank in ranks else RuntimeError) as caught:
-                LowLevelZeroOptimizer(inner, forced_dtype=torch.bfloat16)
-            assert "param_groups[0]['params'][1]: expected it on cpu, where param_groups[0]['params'][0] is" in str(
-                caught.value
-            )
-            assert "got it on meta" in str(caught.value)
-            assert "move the model to one" in str(caught.value)
-            assert (model.here.data_ptr(), model.here.dtype) == (address, torch.float32)
-            assert inner.param_groups[0]["params"][0] is model.here
-
-        here = nn.Parameter(torch.ones(3))
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD([here], lr=0.1))
-        with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\]: expected it on cpu, .* on meta"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
-        optimizer.backward((here * (1 + rank)).sum())
-        optimizer.step()
-        assert here.tolist() == pytest.approx([1 - 0.1 * 1.5] * 3)
-
-    run_ranks(work, 2, backend="cpu:gloo,meta:gloo")
+    here = nn.Parameter(torch.ones(3))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([here], lr=0.1))
+    with pytest.raises(ValueError, match=r"param_groups\[1\]\['params'\]\[0\]: expected it on cpu, .* on meta"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
+    optimizer.backward((here * (1 + rank)).sum())
+    optimizer.step()
+    assert here.tolist() == pytest.approx([1 - 0.1 * 1.5] * 3)
 
 
-def test_what_has_no_values_is_refused() -> None:
-    """It isn't trained, but ranks would start from rank 0's."""
-
-    def work(rank: int, world_size: int) -> None:
-        for model, name in ((Apart("meta", trained=False), "there"), (nn.BatchNorm1d(3), "running_mean")):
-            if name == "running_mean":
-                model.running_mean = torch.zeros(3, device="meta")
-            inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-            with pytest.raises(ValueError, match=f"{name}: expected values, got a tensor on meta"):
-                LowLevelZeroOptimizer(inner, model=model)
-
-    run_ranks(work, 2)
+def a_named_parameter_that_it_has_already_is_refused_and_it_trains_on(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(list(model.named_parameters()), lr=0.1), model=model)
+    with pytest.raises(ValueError, match="weight: expected a parameter this optimizer doesn't have yet"):
+        optimizer.add_param_group({"params": [("weight", model.weight)]})
+    optimizer.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
 
 
-def test_a_buffer_that_is_not_dense_is_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(4, 4)
-        model.register_buffer("adjacency", torch.eye(4).to_sparse())
-        with pytest.raises(ValueError, match=r"adjacency: expected a dense tensor, got layout torch.sparse_coo"):
-            LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-
-    run_ranks(work, 2)
+CHECKS = [
+    all_ranks_raise_and_may_try_again,
+    a_group_that_one_rank_can_not_add,
+    a_model_on_several_devices_is_refused,
+    a_named_parameter_that_it_has_already_is_refused_and_it_trains_on,
+]
 
 
-@pytest.mark.parametrize("view", [lambda tensor: tensor.conj(), lambda tensor: tensor.conj().imag], ids=["conj", "neg"])
-def test_a_buffer_that_is_a_conjugate_view_is_refused(view: Callable[[Tensor], Tensor]) -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(4, 4)
-        model.register_buffer("spectrum", view(torch.ones(3, dtype=torch.complex64)))
-        with pytest.raises(ValueError, match="spectrum: expected a tensor whose memory has its values"):
-            LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-
-    run_ranks(work, 2)
-
-
-def test_a_named_parameter_that_it_has_already_is_refused_and_it_trains_on() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(3, 2)
-        sgd = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
-        optimizer = LowLevelZeroOptimizer(sgd, model=model)
-        with pytest.raises(ValueError, match="weight: expected a parameter this optimizer doesn't have yet"):
-            optimizer.add_param_group({"params": [("weight", model.weight)]})
-        optimizer.backward(model(torch.ones(2, 3)).sum())
-        optimizer.step()
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_parameter_that_is_twice_in_a_group_is_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model, late = nn.Linear(3, 2), nn.Parameter(torch.ones(3))
-        with pytest.raises(ValueError, match="weight: expected it once in the param groups, got it twice"):
-            LowLevelZeroOptimizer(torch.optim.SGD([*model.parameters(), model.weight], lr=0.1), model=model)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        with pytest.raises(ValueError, match="expected it once in the param groups, got it twice"):
-            optimizer.add_param_group({"params": [late, late]})
-        optimizer.backward(model(torch.ones(2, 3)).sum())
-        optimizer.step()
-
-    run_ranks(work, 2, timeout=30)
-
-
-class HoldsItsParameters(torch.optim.SGD):
-    """Keeps a list of its parameters beside its groups."""
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
-        self.all = [p for group in self.param_groups for p in group["params"]]
-
-
-def test_an_optimizer_with_a_list_of_parameters_of_its_own_is_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(3, 2)
-        with pytest.raises(TypeError, match="expected HoldsItsParameters to find .* found a list of its own in .all"):
-            LowLevelZeroOptimizer(HoldsItsParameters(model.parameters()), model=model)
-
-    run_ranks(work, 2, timeout=30)
-
-
-def test_a_group_that_shares_memory_with_what_is_sharded() -> None:
-    def work(rank: int, world_size: int) -> None:
-        p = nn.Parameter(torch.ones(7))
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD([p], lr=0.1))
-        with pytest.raises(ValueError, match="expected memory of its own, got some that .* holds too"):
-            optimizer.add_param_group({"params": [nn.Parameter(p.data[2:4])]})
-
-    run_ranks(work, 2)
+def test_what_cannot_be_constructed(subtests: pytest.Subtests) -> None:
+    check_all(CHECKS, 2, subtests, backend="cpu:gloo,meta:gloo", one_group=True)
 
 
 def test_a_rank_that_has_waited_in_vain_constructs_it_when_the_others_come(tmp_path: Path) -> None:

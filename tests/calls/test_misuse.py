@@ -141,6 +141,14 @@ ORDER = [
         tolerance=2e-2,
     ),
     Wrong(
+        "a plain backward of an fp16 model",
+        lambda work: work.loss().backward(),
+        Refused(RuntimeError, r"2\.bias.*optimizer\.backward"),
+        dtype=torch.float16,
+        options={"initial_scale": 64.0},
+        tolerance=2e-2,
+    ),
+    Wrong(
         "step within backward_pass",
         step_within_a_pass,
         Refused(RuntimeError, "step: .* outside of optimizer.backward_pass"),

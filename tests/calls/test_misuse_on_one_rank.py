@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lowlevel_zero import Communication, LowLevelZeroOptimizer
 from lowlevel_zero.deepspeed import safe_get_full_fp32_param
@@ -109,6 +110,20 @@ def construct_by_a_bad_option(work: Work) -> None:
     LowLevelZeroOptimizer(adam(own), model=own, communication=Communication(reduction="max" if work.odd else "mean"))
 
 
+def construct(model: nn.Module) -> None:
+    LowLevelZeroOptimizer(adam(model), model=model)
+
+
+def construct_with_another_buffer(work: Work) -> None:
+    model = net()
+    model.register_buffer("seen", torch.zeros(2 if work.odd else 1))
+    construct(model)
+
+
+def frozen(dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
+
+
 def load_otherwise(work: Work) -> None:
     state = work.optimizer.state_dict(only_on_master=True)
     work.optimizer.load_state_dict(state)
@@ -180,6 +195,31 @@ RANKS = [
             "reduction: expected",
             "rank 1 could not construct .*ValueError: communication.reduction: expected",
         ),
+    ),
+    Wrong(
+        "a weight of another shape",
+        lambda work: construct(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5 if work.odd else 2))),
+        Refused(ValueError, r"rank 0.*1\.weight.*\(2, 4\).*rank 1.*\(5, 4\)"),
+    ),
+    Wrong(
+        "a layer too many",
+        lambda work: construct(nn.Sequential(*[nn.Linear(3, 3) for _ in range(3 if work.odd else 2)])),
+        Refused(ValueError, r"rank 0.*rank 1.*2\.weight"),
+    ),
+    Wrong(
+        "a buffer of another shape",
+        construct_with_another_buffer,
+        Refused(ValueError, r"rank 0.*rank 1.*seen.*\(2,\)"),
+    ),
+    Wrong(
+        "a later parameter of another shape",
+        lambda work: work.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + work.odd))]}),
+        Refused(ValueError, "rank 1"),
+    ),
+    Wrong(
+        "a later frozen parameter of another dtype",
+        lambda work: work.optimizer.add_param_group({"params": [frozen(torch.int32 if work.odd else torch.float32)]}),
+        Refused(ValueError, "rank 1"),
     ),
     Wrong(
         "a state dict that only the first rank has whole",

@@ -64,6 +64,51 @@ def sharing_memory(model: Any) -> torch.optim.Optimizer:
     return adam(model)
 
 
+def with_a_buffer(name: str, make: Callable[[], Tensor]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """An optimizer over a model with one more buffer of whatever kind."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        model.register_buffer(name, make())
+        return adam(model)
+
+    return optimizer
+
+
+def conjugate() -> Tensor:
+    return torch.ones(3, dtype=torch.complex64).conj()
+
+
+def frozen_on_meta() -> nn.Parameter:
+    """It isn't trained, but ranks would start from rank 0's."""
+    return nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
+
+
+def of_trained_ones(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+class HoldsItsParameters(torch.optim.SGD):
+    """Keeps a list of its parameters beside its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+
+def add(make: Callable[[Any], list[Tensor]]) -> Doing:
+    """A param group of what ``make`` makes of the model."""
+    return lambda work: work.optimizer.add_param_group({"params": make(work.model)})
+
+
+def twice(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*of_trained_ones(model), model[0].weight], lr=0.1)  # type: ignore[index]
+
+
+def with_wider_gradients(model: Any) -> torch.optim.Optimizer:
+    model[2].weight.grad_dtype = torch.float64
+    return adam(model)
+
+
 def inference_parameter() -> nn.Parameter:
     with torch.inference_mode():
         return nn.Parameter(torch.ones(3))
@@ -89,6 +134,7 @@ def not_a_number(work: Work) -> None:
     work.steps(3)
 
 
+ONCE = "expected it once in the param groups, got it twice"
 NO_COPY = Refused(TypeError, "got the LowLevelZeroOptimizer itself .*state_dict.*save_checkpoint")
 OBJECTS = [
     Wrong(
@@ -126,7 +172,7 @@ OBJECTS = [
     Wrong("parameters for an optimizer", construct(list), Refused(TypeError, "expected a torch.optim.Optimizer, got")),
     Wrong(
         "an optimizer that isn't elementwise",
-        construct(lambda model: torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])),
+        construct(lambda model: torch.optim.LBFGS(of_trained_ones(model))),
         Refused(TypeError, "LBFGS.* Use an optimizer that .* such as torch.optim.AdamW"),
     ),
     Wrong("a scheduler of another optimizer", schedule_another_optimizer, Right()),
@@ -196,6 +242,60 @@ OBJECTS = [
     ),
     Wrong("a parameter that is no leaf", construct(no_leaf), Refused(ValueError, r"param_groups.0..'params'..1.*leaf")),
     Wrong("parameters that share memory", construct(sharing_memory), Refused(ValueError, "2.bias.* 0.bias.*tie")),
+    Wrong(
+        "a sparse buffer",
+        construct(with_a_buffer("odd", lambda: torch.eye(4).to_sparse())),
+        Refused(ValueError, "odd: expected a dense tensor, got layout torch.sparse_coo"),
+    ),
+    *(
+        Wrong(
+            f"a buffer that is a {name} view",
+            construct(with_a_buffer("odd", make)),
+            Refused(ValueError, "odd: expected a tensor whose memory has its values"),
+        )
+        for name, make in {"conjugate": conjugate, "negated": lambda: conjugate().imag}.items()
+    ),
+    *(
+        Wrong(name, construct(make), Refused(ValueError, "odd: expected values, got a tensor on meta"))
+        for name, make in {
+            "a frozen parameter without values": with_a_parameter(frozen_on_meta),
+            "a buffer without values": with_a_buffer("odd", lambda: torch.zeros(3, device="meta")),
+        }.items()
+    ),
+    Wrong("a parameter twice in the groups", construct(twice), Refused(ValueError, f"0.weight: {ONCE}")),
+    Wrong(
+        "a parameter twice in a group that is added",
+        add(lambda model: [nn.Parameter(torch.ones(3))] * 2),
+        Refused(ValueError, ONCE),
+    ),
+    Wrong(
+        "a parameter that it has already",
+        add(lambda model: [model[0].weight]),
+        Refused(ValueError, r"0\.weight: expected a parameter this optimizer doesn't have"),
+    ),
+    Wrong(
+        "a later parameter in fp16",
+        add(lambda model: [nn.Parameter(torch.zeros(2, dtype=torch.float16))]),
+        Refused(ValueError, "fp16"),
+    ),
+    Wrong(
+        "a later parameter in memory of a sharded one",
+        add(lambda model: [nn.Parameter(model[0].bias.data[2:4])]),
+        Refused(ValueError, "expected memory of its own, got some that .* holds too"),
+    ),
+    Wrong(
+        "an optimizer with a list of parameters of its own",
+        construct(lambda model: HoldsItsParameters(of_trained_ones(model))),
+        Refused(TypeError, "expected HoldsItsParameters to find .* found a list of its own in .all"),
+    ),
+    *(
+        Wrong(
+            "gradients of another dtype",
+            construct(with_wider_gradients),
+            Refused(TypeError, r"2\.weight: expected gradients in the parameter's torch\.float32, got grad_"),
+        )
+        for _ in range(hasattr(torch.Tensor, "grad_dtype"))  # torch 2.10
+    ),
     Wrong("copy.deepcopy", lambda work: copy.deepcopy(work.optimizer), NO_COPY),
     Wrong(
         "pickle of its scheduler",
@@ -206,6 +306,7 @@ OBJECTS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_wrong_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     monkeypatch.chdir(tmp_path)  # some save
     try_out(OBJECTS, 2, subtests)
