@@ -29,7 +29,7 @@ from lowlevel_zero.deepspeed import (
 from lowlevel_zero.state import values
 from tests.support.accessing import backward, train, wrapped
 from tests.support.oracle import Run, adamw, build, loss_of
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.several import check_all, of_all
 
 
 def edits_are_seen_before_the_next_step(rank: int, world_size: int) -> None:
@@ -123,25 +123,6 @@ def plain_backwards_of_unequal_number_are_reduced_before_they_are_read(rank: int
     optimizer.step()
 
 
-CALLS = (
-    plain_backwards_of_unequal_number_are_reduced_before_they_are_read,
-    edits_are_seen_before_the_next_step,
-    numbers_are_set_alike,
-    a_model_may_have_several_optimizers_and_parameters_of_none,
-    reading_a_frozen_parameter_gives_none_and_writing_it_raises,
-    what_is_no_parameter_of_an_optimizer_is_refused,
-)
-
-
-def test_calls(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, call: Callable[[int, int], None]) -> None:
-        call(rank, world_size)
-
-    for (call,), ran in run_cases(rank, 2, [(call,) for call in CALLS]):
-        with subtests.test(call.__name__):
-            ran.values()
-
-
 class Many(nn.Module):
     """200 parameters."""
 
@@ -173,40 +154,123 @@ def count_gathers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_many_take_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(rank: int, world_size: int) -> list[int]:
-        model, optimizer = many()
-        optimizer.step()
-        sizes = count_gathers(monkeypatch)
-        reads: list[Callable[[], Any]] = [
-            lambda: full_grads(model),
-            lambda: full_fp32_params(model),
-            lambda: full_optimizer_states(model, "exp_avg"),
-            lambda: [safe_get_full_fp32_param(p) for p in model.parameters()],
-        ]
-        counts = []
+def many_take_one_message(rank: int, world_size: int) -> None:
+    model, optimizer = many()
+    optimizer.step()
+    reads: list[Callable[[], Any]] = [
+        lambda: full_grads(model),
+        lambda: full_fp32_params(model),
+        lambda: full_optimizer_states(model, "exp_avg"),
+        lambda: [safe_get_full_fp32_param(p) for p in model.parameters()],
+    ]
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = count_gathers(patch)
         for read in reads:
             sizes.clear()
             assert len(read()) == 200
             counts.append(len(sizes))
-        return counts
-
-    assert run_ranks(rank, 2) == [[1, 1, 1, 200]] * 2
+    assert counts == [1, 1, 1, 200]
 
 
-def test_a_message_is_no_larger_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = 3000  # ten parameters of 288 bytes
-    monkeypatch.setattr(values, "MESSAGE_BYTES", bound)
-
-    def rank(rank: int, world_size: int) -> list[int]:
-        model, optimizer = many()
-        sizes = count_gathers(monkeypatch)
+def a_message_is_no_larger_than_its_bound(rank: int, world_size: int) -> None:
+    model, _optimizer = many()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "MESSAGE_BYTES", 3000)  # ten parameters of 288 bytes
+        sizes = count_gathers(patch)
         assert all(value is not None for value in full_grads(model).values())
-        assert optimizer is not None
-        return sizes
+    assert sizes == [2880] * 20
 
-    for sizes in run_ranks(rank, 2):
-        assert sizes == [2880] * 20
+
+def ranks_that_call_different_things_are_told_so(rank: int, world_size: int) -> None:
+    model, optimizer = wrapped(Run())
+    twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    _optimizers = [LowLevelZeroOptimizer(torch.optim.SGD(m.parameters(), lr=1.0), model=m) for m in twin]
+    backward(optimizer, model, Run(), 0, rank)
+    pairs: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+        (lambda: safe_get_full_grad(model.inward), lambda: safe_get_full_grad(model.outward.weight)),
+        (lambda: safe_get_full_grad(model.inward), lambda: safe_get_full_fp32_param(model.inward)),
+        (lambda: safe_get_full_grad(model.inward), lambda: full_grads(model)),
+        (lambda: safe_get_full_fp32_param(twin[0].weight), lambda: safe_get_full_fp32_param(twin[1].weight)),
+    ]
+    told = []
+    for pair in pairs:
+        with pytest.raises(RuntimeError, match="the same call") as caught:
+            pair[rank]()
+        told.append(str(caught.value))
+    assert safe_get_full_grad(model.inward) is not None
+    assert "rank 0 to call safe_get_full_grad of inward" in told[0]
+    assert "rank 1 to call safe_get_full_grad of outward.weight" in told[0]
+    assert of_all(told) == [told, told]
+
+
+def what_one_rank_refuses_all_refuse_and_nothing_changes(rank: int, world_size: int) -> None:
+    run = Run(dtype=torch.bfloat16, optimizer=adamw)
+    model, optimizer = wrapped(run)
+    train(optimizer, model, run, 1, rank)
+    backward(optimizer, model, run, 1, rank)
+    p = model.inward
+    good = torch.ones(p.shape)
+    slice_ = torch.ones(-(-p.numel() // world_size))
+
+    def seen() -> list[Tensor | None]:
+        return [
+            p.detach().clone(),
+            safe_get_full_fp32_param(p),
+            safe_get_full_grad(p),
+            safe_get_full_optimizer_state(p, "exp_avg"),
+        ]
+
+    before = seen()
+    state = safe_set_full_optimizer_state
+    named = "expected one of its states, exp_avg, exp_avg_sq, step, got 'exp_average'"
+    bad: list[tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], str]] = [
+        (safe_set_full_fp32_param, (good,), (good.t(),), r"inward: expected a value of \(5, 4\), got \(4, 5\)"),
+        (safe_set_full_fp32_param, (good,), (good.int(),), "expected a"),
+        (safe_set_full_fp32_param, (good,), (good.tolist(),), "expected a"),
+        (safe_set_full_grad, (good,), (good[1:],), "expected a"),
+        (state, (good, "exp_avg"), (slice_, "exp_avg"), "expected a"),
+        (state, (good, "exp_avg"), (good.bool(), "exp_avg"), "expected a"),
+        (state, (good, "exp_avg"), (good, "exp_average"), named),
+    ]
+    for setter, well, badly, own in bad:
+        refused = (ValueError, TypeError) if rank == 1 else RuntimeError
+        with pytest.raises(refused, match=own if rank == 1 else "^rank 1 could not call safe_set_"):
+            setter(p, *(badly if rank == 1 else well))
+    for one, other in zip(before, seen(), strict=True):
+        assert torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def groups_of_experts_may_have_different_numbers_of_them(rank: int, world_size: int) -> None:
+    group = [dist.new_group([each]) for each in range(world_size)][rank]
+    experts = nn.ModuleDict({str(number): nn.Linear(3, 3, bias=False) for number in range(1 + rank)})
+    model = nn.ModuleDict({"dense": nn.Linear(3, 3, bias=False), "experts": experts})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = LowLevelZeroOptimizer(sgd, {group: list(experts.parameters())}, model=model)
+    x = model["dense"](torch.ones(2, 3))
+    optimizer.backward(sum(each(x).sum() for each in experts.values()))
+    found = full_grads(model)
+    assert all(value is not None and value.shape == (3, 3) for value in found.values())
+    assert list(found) == ["dense.weight", "experts.0.weight", "experts.1.weight"][: 2 + rank]
+
+
+CALLS = [
+    plain_backwards_of_unequal_number_are_reduced_before_they_are_read,
+    edits_are_seen_before_the_next_step,
+    numbers_are_set_alike,
+    a_model_may_have_several_optimizers_and_parameters_of_none,
+    reading_a_frozen_parameter_gives_none_and_writing_it_raises,
+    what_is_no_parameter_of_an_optimizer_is_refused,
+    many_take_one_message,
+    a_message_is_no_larger_than_its_bound,
+    ranks_that_call_different_things_are_told_so,
+    what_one_rank_refuses_all_refuse_and_nothing_changes,
+    groups_of_experts_may_have_different_numbers_of_them,
+]
+
+
+def test_calls(subtests: pytest.Subtests) -> None:
+    check_all(CALLS, 2, subtests)
 
 
 def test_names_and_order_of_arguments_are_deepspeed_s() -> None:
@@ -221,91 +285,3 @@ def test_names_and_order_of_arguments_are_deepspeed_s() -> None:
     for name, positional in expected.items():
         parameters = inspect.signature(getattr(accessors, name)).parameters.values()
         assert [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD] == positional
-
-
-def test_ranks_that_call_different_things_are_told_so() -> None:
-    def rank(rank: int, world_size: int) -> list[str]:
-        model, optimizer = wrapped(Run())
-        twin = nn.Linear(3, 2), nn.Linear(3, 2)
-        optimizers = [LowLevelZeroOptimizer(torch.optim.SGD(m.parameters(), lr=1.0), model=m) for m in twin]
-        backward(optimizer, model, Run(), 0, rank)
-        pairs: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
-            (lambda: safe_get_full_grad(model.inward), lambda: safe_get_full_grad(model.outward.weight)),
-            (lambda: safe_get_full_grad(model.inward), lambda: safe_get_full_fp32_param(model.inward)),
-            (lambda: safe_get_full_grad(model.inward), lambda: full_grads(model)),
-            (lambda: safe_get_full_fp32_param(twin[0].weight), lambda: safe_get_full_fp32_param(twin[1].weight)),
-        ]
-        told = []
-        for pair in pairs:
-            with pytest.raises(RuntimeError, match="the same call") as caught:
-                pair[rank]()
-            told.append(str(caught.value))
-        assert safe_get_full_grad(model.inward) is not None
-        assert len(optimizers) == 2
-        return told
-
-    one, other = run_ranks(rank, 2)
-    assert one == other
-    assert "rank 0 to call safe_get_full_grad of inward" in one[0]
-    assert "rank 1 to call safe_get_full_grad of outward.weight" in one[0]
-
-
-def test_what_one_rank_refuses_all_refuse_and_nothing_changes() -> None:
-    def rank(rank: int, world_size: int) -> list[str]:
-        run = Run(dtype=torch.bfloat16, optimizer=adamw)
-        model, optimizer = wrapped(run)
-        train(optimizer, model, run, 1, rank)
-        backward(optimizer, model, run, 1, rank)
-        p = model.inward
-        good = torch.ones(p.shape)
-        slice_ = torch.ones(-(-p.numel() // world_size))
-
-        def seen() -> list[Tensor | None]:
-            return [
-                p.detach().clone(),
-                safe_get_full_fp32_param(p),
-                safe_get_full_grad(p),
-                safe_get_full_optimizer_state(p, "exp_avg"),
-            ]
-
-        before = seen()
-        bad: list[tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = [
-            (safe_set_full_fp32_param, (good,), (good.t(),)),
-            (safe_set_full_fp32_param, (good,), (good.int(),)),
-            (safe_set_full_fp32_param, (good,), (good.tolist(),)),
-            (safe_set_full_grad, (good,), (good[1:],)),
-            (safe_set_full_optimizer_state, (good, "exp_avg"), (slice_, "exp_avg")),
-            (safe_set_full_optimizer_state, (good, "exp_avg"), (good.bool(), "exp_avg")),
-            (safe_set_full_optimizer_state, (good, "exp_avg"), (good, "exp_average")),
-        ]
-        told = []
-        for setter, well, badly in bad:
-            with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-                setter(p, *(badly if rank == 1 else well))
-            told.append(f"{type(caught.value).__name__}: {caught.value}")
-        for one, other in zip(before, seen(), strict=True):
-            assert torch.equal(one, other)  # type: ignore[arg-type]
-        return told
-
-    theirs, own = run_ranks(rank, 2)
-    assert all(line.startswith("RuntimeError: rank 1 could not call safe_set_") for line in theirs)
-    assert all(line.startswith(("ValueError: ", "TypeError: ")) for line in own)
-    assert "inward: expected a value of (5, 4), got (4, 5)" in own[0]
-    assert "expected one of its states, exp_avg, exp_avg_sq, step, got 'exp_average'" in own[-1]
-
-
-def test_groups_of_experts_may_have_different_numbers_of_them() -> None:
-    def work(rank: int, world_size: int) -> list[str]:
-        group = [dist.new_group([each]) for each in range(world_size)][rank]
-        experts = nn.ModuleDict({str(number): nn.Linear(3, 3, bias=False) for number in range(1 + rank)})
-        model = nn.ModuleDict({"dense": nn.Linear(3, 3, bias=False), "experts": experts})
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = LowLevelZeroOptimizer(sgd, {group: list(experts.parameters())}, model=model)
-        x = model["dense"](torch.ones(2, 3))
-        optimizer.backward(sum(each(x).sum() for each in experts.values()))
-        found = full_grads(model)
-        assert all(value is not None and value.shape == (3, 3) for value in found.values())
-        return list(found)
-
-    dense, *experts = "dense.weight", "experts.0.weight", "experts.1.weight"
-    assert run_ranks(work, 2, timeout=30) == [[dense, *experts[: 1 + rank]] for rank in range(2)]

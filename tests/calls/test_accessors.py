@@ -24,7 +24,7 @@ from lowlevel_zero.deepspeed import (
 from tests.support.accessing import backward, train, wrapped
 from tests.support.numbers import trained
 from tests.support.oracle import Run, adamw, build, groups
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.several import check_all
 
 STEPS = 3  # until layers that were dropped are foreseen
 
@@ -90,30 +90,28 @@ def test_gradients_are_those_of_get_param_grad(subtests: pytest.Subtests) -> Non
                 assert torch.equal(without_padding(slices, parameters[name]), full), name
 
 
-def test_a_gradient_that_is_set_is_stepped() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        run = Run(optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
-        for stage_2, offload in ((False, True), (True, False)):
-            model, optimizer = wrapped(run, partition_grad=stage_2, cpu_offload=offload)
-            named = dict(model.named_parameters())
-            backward(optimizer, model, run, 0, rank)
-            whole, other = named["conv.weight"], named["layers.1.weight"]
-            kept = safe_get_full_grad(other)
-            new = torch.randn_like(whole)
-            dist.broadcast(new, 0)
-            before = {name: p.detach().clone() for name, p in named.items()}
-            safe_set_full_grad(whole, new)
-            torch.testing.assert_close(safe_get_full_grad(whole), new)
-            assert torch.equal(safe_get_full_grad(other), kept)  # type: ignore[arg-type]
-            optimizer.step()
-            for p, name, gradient in ((whole, "conv.weight", new), (other, "layers.1.weight", kept)):
-                torch.testing.assert_close(p.detach(), before[name] - 0.5 * gradient)
-
-    run_ranks(rank, 3)
+def a_gradient_that_is_set_is_stepped(rank: int, world_size: int) -> None:
+    run = Run(optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    for stage_2, offload in ((False, True), (True, False)):
+        model, optimizer = wrapped(run, partition_grad=stage_2, cpu_offload=offload)
+        named = dict(model.named_parameters())
+        backward(optimizer, model, run, 0, rank)
+        whole, other = named["conv.weight"], named["layers.1.weight"]
+        kept = safe_get_full_grad(other)
+        new = torch.randn_like(whole)
+        dist.broadcast(new, 0)
+        before = {name: p.detach().clone() for name, p in named.items()}
+        safe_set_full_grad(whole, new)
+        torch.testing.assert_close(safe_get_full_grad(whole), new)
+        assert torch.equal(safe_get_full_grad(other), kept)  # type: ignore[arg-type]
+        optimizer.step()
+        for p, name, gradient in ((whole, "conv.weight", new), (other, "layers.1.weight", kept)):
+            torch.testing.assert_close(p.detach(), before[name] - 0.5 * gradient)
 
 
-def test_gradients_read_under_inference_mode_can_still_be_added_to() -> None:
-    def train(rank: int, world_size: int, reads: bool) -> Tensor:
+def gradients_read_under_inference_mode_can_still_be_added_to(rank: int, world_size: int) -> None:
+    ends = []
+    for reads in (True, False):
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, stage=2)
@@ -123,21 +121,25 @@ def test_gradients_read_under_inference_mode_can_still_be_added_to() -> None:
                 if reads:
                     full_grads(model)
         optimizer.step()
-        return model.weight.detach().clone()
-
-    assert torch.equal(run_ranks(train, 2, True, timeout=30)[0], run_ranks(train, 2, False, timeout=30)[0])
+        ends.append(model.weight.detach().clone())
+    assert torch.equal(*ends)
 
 
 # Masters
 
 
-def test_masters_are_whole_and_round_to_the_parameter(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
+def masters_are_whole_and_round_to_the_parameter(rank: int, world_size: int) -> None:
+    ways: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float32, {"overlap_allgather": True}),
+        (torch.bfloat16, {"cpu_offload": True}),
+        (torch.bfloat16, {"master_weights": False}),
+    ]
+    for dtype, options in ways:
         run = Run(dtype=dtype, options=options)
         model, optimizer = wrapped(run)
         train(optimizer, model, run, 2, rank)
         full = full_fp32_params(model)
-        found: dict[str, Tensor] = {}
+        rounded = []
         for name, p in model.named_parameters():
             if not p.requires_grad:
                 assert full[name] is None
@@ -146,26 +148,19 @@ def test_masters_are_whole_and_round_to_the_parameter(subtests: pytest.Subtests)
             assert single.dtype == torch.float32
             assert torch.equal(single, full[name])  # type: ignore[arg-type]
             assert torch.equal(single.to(dtype), p.detach())
-            found[name] = optimizer.get_working_to_master_map()[id(p)].detach().float()
-        keeps_more = dtype == torch.bfloat16 and options.get("master_weights", True)
-        assert keeps_more == any(not torch.equal(v, v.bfloat16().float()) for v in found.values()) or not keeps_more
-        return found
+            own = optimizer.get_working_to_master_map()[id(p)].detach().float()
+            assert not own[slice(*_padding(p, rank, world_size))].any(), name
+            rounded.append(torch.equal(own, own.bfloat16().float()))
+        if dtype == torch.bfloat16 and options.get("master_weights", True):
+            assert not all(rounded)
 
+
+def a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(rank: int, world_size: int) -> None:
     ways: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (torch.float32, {"overlap_allgather": True}),
-        (torch.bfloat16, {"cpu_offload": True}),
-        (torch.bfloat16, {"master_weights": False}),
+        (torch.float32, {"cpu_offload": True}),
+        (torch.bfloat16, {"overlap_allgather": True, "partition_grad": True}),
     ]
-    for (dtype, options), ran in run_cases(rank, 3, ways, one_group=True):
-        with subtests.test(dtype=dtype, options=options):
-            slices = ran.values()
-            for name, p in build(Run()).named_parameters():
-                if p.requires_grad:
-                    without_padding([each[name] for each in slices], p)
-
-
-def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    for dtype, options in ways:
         run = Run(dtype=dtype, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), options=options)
         model, optimizer = wrapped(run)
         train(optimizer, model, run, 1, rank)
@@ -187,14 +182,6 @@ def test_a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too(subtests: pytes
         own = optimizer.get_working_to_master_map()[id(model.inward)]
         assert not own[slice(*_padding(model.inward, rank, world_size))].any()
 
-    ways: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (torch.float32, {"cpu_offload": True}),
-        (torch.bfloat16, {"overlap_allgather": True, "partition_grad": True}),
-    ]
-    for (dtype, options), ran in run_cases(rank, 3, ways, one_group=True):
-        with subtests.test(dtype=dtype, options=options):
-            ran.values()
-
 
 def _padding(p: Tensor, rank: int, world_size: int) -> tuple[int, int]:
     size = -(-p.numel() // world_size)
@@ -204,8 +191,9 @@ def _padding(p: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 # Optimizer state
 
 
-def test_states_are_the_state_dict_s(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def states_are_the_state_dict_s(rank: int, world_size: int) -> None:
+    ways: list[tuple[torch.dtype, dict[str, Any]]] = [(torch.float32, {}), (torch.bfloat16, {"cpu_offload": True})]
+    for dtype, options in ways:
         run = Run(dtype=dtype, drop=always_the_second, optimizer=adamw, options=options)
         model, optimizer = wrapped(run)
         named = dict(model.named_parameters())
@@ -226,44 +214,48 @@ def test_states_are_the_state_dict_s(subtests: pytest.Subtests) -> None:
                 assert torch.equal(safe_get_full_optimizer_state(p, key), full[name])  # type: ignore[arg-type]
         assert full["layers.1.weight"] is None
 
-    ways: list[tuple[torch.dtype, dict[str, Any]]] = [(torch.float32, {}), (torch.bfloat16, {"cpu_offload": True})]
-    for (dtype, options), ran in run_cases(rank, 3, ways, one_group=True):
-        with subtests.test(dtype=dtype, options=options):
-            ran.values()
+
+def a_state_that_is_set_is_stepped_with(rank: int, world_size: int) -> None:
+    for offload in (False, True):
+        run = Run(options={"cpu_offload": offload})
+        model, optimizer = wrapped(run)
+        train(optimizer, model, run, 1, rank)
+        p = model.inward
+        value = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+        safe_set_full_optimizer_state(p, value, "momentum_buffer")
+        assert torch.equal(safe_get_full_optimizer_state(p, "momentum_buffer"), value)  # type: ignore[arg-type]
+        before = p.detach().clone()
+        backward(optimizer, model, run, 1, rank)
+        gradient = safe_get_full_grad(p)
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), before - 0.05 * (0.9 * value + gradient))
 
 
-def test_a_state_that_is_set_is_stepped_with() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        for offload in (False, True):
-            run = Run(options={"cpu_offload": offload})
-            model, optimizer = wrapped(run)
-            train(optimizer, model, run, 1, rank)
-            p = model.inward
-            value = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-            safe_set_full_optimizer_state(p, value, "momentum_buffer")
-            assert torch.equal(safe_get_full_optimizer_state(p, "momentum_buffer"), value)  # type: ignore[arg-type]
-            before = p.detach().clone()
-            backward(optimizer, model, run, 1, rank)
-            gradient = safe_get_full_grad(p)
-            optimizer.step()
-            torch.testing.assert_close(p.detach(), before - 0.05 * (0.9 * value + gradient))
-
-    run_ranks(rank, 3)
+def a_number_that_was_read_is_a_copy(rank: int, world_size: int) -> None:
+    model = torch.nn.Linear(5, 6)
+    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 5)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        step = safe_get_full_optimizer_state(model.weight, "step")
+        assert step is not None
+        step.add_(100)
+    again = safe_get_full_optimizer_state(model.weight, "step")
+    assert again is not None
+    assert again.item() == 2
 
 
-def test_a_number_that_was_read_is_a_copy() -> None:
-    def live(rank: int, world_size: int) -> None:
-        model = torch.nn.Linear(5, 6)
-        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
-        for _ in range(2):
-            optimizer.backward(model(torch.ones(2, 5)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-            step = safe_get_full_optimizer_state(model.weight, "step")
-            assert step is not None
-            step.add_(100)
-        again = safe_get_full_optimizer_state(model.weight, "step")
-        assert again is not None
-        assert again.item() == 2
+CHECKS = [
+    a_gradient_that_is_set_is_stepped,
+    gradients_read_under_inference_mode_can_still_be_added_to,
+    masters_are_whole_and_round_to_the_parameter,
+    a_parameter_that_is_set_is_so_on_all_ranks_low_bits_too,
+    states_are_the_state_dict_s,
+    a_state_that_is_set_is_stepped_with,
+    a_number_that_was_read_is_a_copy,
+]
 
-    run_ranks(live, 2)
+
+def test_masters_gradients_and_states_are_read_and_set(subtests: pytest.Subtests) -> None:
+    check_all(CHECKS, 3, subtests, one_group=True)

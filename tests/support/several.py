@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.ranks import run_cases
 
@@ -24,6 +25,13 @@ def check_all(checks: Iterable[Check], world_size: int, subtests: pytest.Subtest
 
 def _call(rank: int, world_size: int, check: Check) -> None:
     check(rank, world_size)
+
+
+def of_all(value: Any) -> list[Any]:
+    """What each rank has for ``value``; all call it, over the default process group."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
