@@ -1,4 +1,4 @@
-"""Settings of a step that differ by rank: all ranks refuse it, name what differs, and may go on."""
+"""Settings and weights that differ by rank: all ranks refuse the step, name what differs, and may go on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases
+from tests.support.several import check_all, of_all
 
 RANKS, ODD = 3, 1
 
 
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
+def net(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
 
 
@@ -38,11 +39,20 @@ def backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, rank: int, at: 
     optimizer.backward(model(x).square().mean())
 
 
-def values(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
-    """Parameters and states, as they are now."""
-    states = [state[key] for state in optimizer.state.values() for key in sorted(state)]
-    return [tensor.detach().clone() for tensor in (*model.parameters(), *states)]
+def train(optimizer: LowLevelZeroOptimizer, model: nn.Module, rank: int, at: int) -> None:
+    backward(optimizer, model, rank, at)
+    optimizer.step()
+    optimizer.zero_grad()
 
+
+def values(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
+    """What this rank has of parameters, masters and states, as it is now."""
+    masters = [p32 for group in optimizer.param_groups for p32 in group["params"]]
+    states = [state[key] for state in optimizer.state.values() for key in sorted(state)]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *masters, *states)]
+
+
+# ---- settings ----
 
 Group = dict[str, Any]
 
@@ -54,15 +64,13 @@ CHANGES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "betas": (lambda group: group.update(betas=(0.5, 0.99)), "(0.5, 0.99)"),
     "weight_decay": (lambda group: group.update(weight_decay=0.7), "0.7"),
     "weight_decay in place": (lambda group: group["weight_decay"].fill_(0.75), "0.75"),
-    "eps": (lambda group: group.update(eps=0.125), "0.125"),
     "amsgrad": (lambda group: group.update(amsgrad=True), "True"),
-    "maximize": (lambda group: group.update(maximize=True), "True"),
     "note": (lambda group: group["note"].update(decay=0.25), "{decay: 0.25}"),
     "initial_lr": (lambda group: group.update(initial_lr=0.3), "0.3"),
 }
 
 
-def test_all_ranks_refuse_the_step_by_name_and_go_on(subtests: pytest.Subtests) -> None:
+def test_all_ranks_refuse_a_step_by_other_settings_and_go_on(subtests: pytest.Subtests) -> None:
     """Nothing is stepped; the same gradients are, once the settings are alike."""
 
     def live(rank: int, world_size: int, what: str) -> str:
@@ -88,56 +96,37 @@ def test_all_ranks_refuse_the_step_by_name_and_go_on(subtests: pytest.Subtests) 
             (message,) = set(ran.values())
             setting = what.partition(" ")[0]
             assert CHANGES[what][1] in message
+            assert "set them alike on all ranks" in message
             for rank in range(RANKS):
                 assert f"rank {rank} has «{setting} of group 1: " in message
 
 
-def test_settings_in_another_order_are_the_same() -> None:
-    def live(rank: int, world_size: int) -> None:
-        model = net()
-        optimizer = wrap(model)
-        for group in optimizer.param_groups:
-            group["betas"] = (0.9, 0.5)
-            if rank == ODD:
-                group["weight_decay"] = group.pop("weight_decay")
-        backward(optimizer, model, rank)
-        optimizer.step()
-
-    run_ranks(live, 2)
+def settings_in_another_order_are_the_same(rank: int, world_size: int) -> None:
+    model = net()
+    optimizer = wrap(model)
+    for group in optimizer.param_groups:
+        group["betas"] = (0.9, 0.5)
+        if rank == ODD:
+            group["weight_decay"] = group.pop("weight_decay")
+    train(optimizer, model, rank, 0)
 
 
-def change_scale(optimizer: LowLevelZeroOptimizer) -> None:
-    assert optimizer.scaler is not None
-    optimizer.scaler.scale.fill_(2.0)
-
-
-def change_interval(optimizer: LowLevelZeroOptimizer) -> None:
-    assert optimizer.scaler is not None
-    optimizer.scaler.growth_interval = 3
-
-
-SCALERS = {"scale of the loss scaler": change_scale, "growth_interval of the loss scaler": change_interval}
-
-
-def test_a_loss_scale_of_one_rank_s_own_is_refused_by_name(subtests: pytest.Subtests) -> None:
-    def live(rank: int, world_size: int, name: str) -> str:
+def a_loss_scale_of_one_rank_s_own_is_refused_by_name(rank: int, world_size: int) -> None:
+    for name in ("scale", "growth_interval"):
         model = net(torch.float16)
         optimizer = LowLevelZeroOptimizer(AdamW(model.parameters()), model=model, initial_scale=64.0)
+        train(optimizer, model, rank, 0)
+        scaler = optimizer.scaler
+        assert scaler is not None
+        if rank == ODD and name == "scale":
+            scaler.scale.fill_(2.0)
+        elif rank == ODD:
+            scaler.growth_interval = 3
         backward(optimizer, model, rank)
-        optimizer.step()
-        if rank == ODD:
-            SCALERS[name](optimizer)
-        optimizer.zero_grad()
-        backward(optimizer, model, rank)
-        with pytest.raises(ValueError, match=f"rank 0 has «{name}") as caught:
+        told = f"rank 0 has «{name} of the loss scaler.*rank {ODD} has «{name} of the loss scaler"
+        with pytest.raises(ValueError, match=told) as caught:
             optimizer.step()
-        return str(caught.value)
-
-    for (name,), ran in run_cases(live, 2, [(name,) for name in SCALERS]):
-        with subtests.test(name):
-            first, second = ran.values()
-            assert first == second
-            assert f"rank {ODD} has «{name}" in first
+        assert set(of_all(str(caught.value))) == {str(caught.value)}
 
 
 class Counted(float):
@@ -150,22 +139,153 @@ class Counted(float):
         return super().__repr__()
 
 
-def test_settings_that_stay_cost_no_exchange_and_are_not_described_again() -> None:
-    def live(rank: int, world_size: int) -> tuple[int, list[int]]:
-        model = net()
-        inner = AdamW(model.parameters(), lr=Counted(0.01))
-        optimizer = LowLevelZeroOptimizer(inner, model=model)
-        begun = []
-        for at in range(6):
-            backward(optimizer, model, rank, at)
-            before = optimizer.shard_group.progress.begun["agreement"]
-            optimizer.step()
-            begun.append(optimizer.shard_group.progress.begun["agreement"] - before)
-            optimizer.zero_grad()
-            if at == 1:
-                Counted.told = 0
-        return Counted.told, begun
+def settings_that_stay_cost_no_exchange_and_are_not_described_again(rank: int, world_size: int) -> None:
+    model = net()
+    optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=Counted(0.01)), model=model)
+    begun = []
+    for at in range(6):
+        backward(optimizer, model, rank, at)
+        before = optimizer.shard_group.progress.begun["agreement"]
+        optimizer.step()
+        begun.append(optimizer.shard_group.progress.begun["agreement"] - before)
+        optimizer.zero_grad()
+        if at == 1:
+            Counted.told = 0
+    assert Counted.told == 0
+    assert begun[1:] == [1] * 5  # after the first step the ranks take over an order of gradients
 
-    for told, begun in run_ranks(live, 2):
-        assert told == 0
-        assert begun[1:] == [1] * 5  # after the first step the ranks take over an order of gradients
+
+# ---- weights: ways to write, each on the ranks where ``writes`` ----
+
+
+def load(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    if writes:
+        model.load_state_dict(net(torch.bfloat16, seed=7).state_dict())
+
+
+@torch.no_grad()
+def add(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    if writes:
+        model[2].bias.add_(1.0)
+
+
+def assign(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    if writes:
+        model[2].bias.data = model[2].bias.data + 1.0
+
+
+def add_and_refresh(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    add(model, optimizer, writes)
+    if writes:
+        optimizer.update_master_params(model)
+
+
+def add_and_save(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
+    """All look at masters in between, which follow on the one rank."""
+    add(model, optimizer, writes)
+    optimizer.state_dict()
+
+
+Write = Callable[[nn.Module, LowLevelZeroOptimizer, bool], None]
+WRITES: dict[str, tuple[Write, str]] = {
+    "load_state_dict": (load, "0.bias"),  # the first of its groups
+    "in place": (add, "2.bias"),
+    "assigned": (assign, "2.bias"),
+    "in place, and update_master_params": (add_and_refresh, "2.bias"),
+    "in place, and a state dict": (add_and_save, "2.bias"),
+}
+
+
+def test_all_ranks_refuse_a_step_from_other_weights(subtests: pytest.Subtests) -> None:
+    """Nothing is stepped, and no master follows."""
+
+    def live(rank: int, world_size: int, way: str) -> str:
+        write, name = WRITES[way]
+        model = net(torch.bfloat16)
+        optimizer = wrap(model)
+        train(optimizer, model, rank, 0)
+        write(model, optimizer, rank == ODD)
+        backward(optimizer, model, rank, 1)
+        before = values(model, optimizer)
+        for _ in range(2):  # a second step is refused as well
+            with pytest.raises(RuntimeError, match=f"^{name}: expected weights to be written on every rank") as caught:
+                optimizer.step()
+        assert all(map(torch.equal, before, values(model, optimizer)))
+        return str(caught.value)
+
+    for (way,), ran in run_cases(live, RANKS, [(way,) for way in WRITES], one_group=True):
+        with subtests.test(way):
+            (message,) = set(ran.values())
+            assert f"on rank {ODD} and not on ranks 0, 2" in message
+
+
+@torch.no_grad()
+def undo(model: nn.Module, saved: list[Tensor]) -> None:
+    for p, value in zip(model.parameters(), saved, strict=True):
+        p.copy_(value)
+
+
+def copies(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def all_ranks_refuse_a_step_where_one_has_written_again(rank: int, world_size: int) -> None:
+    """All have written, so it's the number of writes that tells; where the values are the same, the step is taken."""
+    model = net(torch.bfloat16)
+    optimizer = wrap(model)
+    add(model, optimizer, writes=True)
+    once = copies(model)
+    add(model, optimizer, writes=rank == ODD)
+    backward(optimizer, model, rank)
+    times = f"got 2 times on rank {ODD} and once on ranks 0, 2: "
+    with pytest.raises(RuntimeError, match=f"^2.bias: expected weights to be written on every .*{times}") as caught:
+        optimizer.step()
+    assert set(of_all(str(caught.value))) == {str(caught.value)}
+    if rank == ODD:
+        undo(model, once)
+    optimizer.step()
+
+
+def weights_that_one_rank_exchanges_and_puts_back_are_no_difference(rank: int, world_size: int) -> None:
+    """As one does for a look at a validation set by averaged weights; masters keep their low bits."""
+    ends = []
+    for exchanges in (True, False):
+        model = net(torch.bfloat16)
+        optimizer = wrap(model)
+        for at in range(3):
+            if exchanges and rank == ODD:
+                saved = copies(model)
+                load(model, optimizer, True)
+                undo(model, saved)
+            train(optimizer, model, rank, at)
+        ends.append(values(model, optimizer))
+    assert all(map(torch.equal, *ends))
+
+
+def values_are_compared_once_where_ranks_have_not_written_alike(rank: int, world_size: int) -> None:
+    """Later steps wait as often as those before, also where they don't gather what was written."""
+    model, unused = net(), nn.Linear(2, 2)
+    optimizer = wrap(nn.ModuleList([model, unused]))
+    waits = []
+    for at in range(4):
+        if at == 1 and rank == ODD:
+            undo(unused, copies(unused))
+        before = optimizer.shard_group.progress.waits
+        train(optimizer, model, rank, at)
+        waits.append(optimizer.shard_group.progress.waits - before)
+    _, compared, third, fourth = waits
+    assert compared > third == fourth
+
+
+CHECKS = [
+    settings_in_another_order_are_the_same,
+    a_loss_scale_of_one_rank_s_own_is_refused_by_name,
+    settings_that_stay_cost_no_exchange_and_are_not_described_again,
+    all_ranks_refuse_a_step_where_one_has_written_again,
+    weights_that_one_rank_exchanges_and_puts_back_are_no_difference,
+    values_are_compared_once_where_ranks_have_not_written_alike,
+]
+
+
+def test_differences_count_as_often_as_they_are_there(subtests: pytest.Subtests) -> None:
+    check_all(CHECKS, RANKS, subtests, one_group=True)
