@@ -15,7 +15,8 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.construction import start_line
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.several import told
 
 PACKAGE = Path(__file__).parents[2] / "lowlevel_zero"
 # Programs, which talk to who has started them.
@@ -60,27 +61,21 @@ def test_a_print_would_be_found(source: str) -> None:
 
 
 def test_one_line_at_the_start_on_rank_zero_and_another_where_fp8_costs_time() -> None:
-    def live(rank: int, world_size: int) -> list[tuple[str, str]]:
-        lines: list[tuple[str, str]] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
-        logger = logging.getLogger("lowlevel_zero")
-        logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)
-        model = nn.Linear(4, 3)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, partition_grad=True)
-        for _ in range(3):
-            optimizer.backward(model(torch.ones(2, 4)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        LowLevelZeroOptimizer(torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1), fp8_communication=True)
+    def live(rank: int, world_size: int) -> list[str]:
+        with told(logging.DEBUG) as lines:
+            model = nn.Linear(4, 3)
+            optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, stage=2)
+            for _ in range(3):
+                optimizer.backward(model(torch.ones(2, 4)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            with told() as warnings:
+                LowLevelZeroOptimizer(torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1), fp8_communication=True)
+            assert lines[1:2] == warnings
         return lines
 
-    first, second = run_ranks(live, 2)
-    (level, line), (warning, costs), _ = first
-    assert level == "INFO"
+    (line, costs, _), second = run_ranks(live, 2)
     assert line.startswith("ZeRO stage 2: 15 elements in 2 parameters over 2 ranks, ")
-    assert warning == "WARNING"
     assert costs.startswith("fp8_communication: rounding on the host takes longer than it saves")
     assert second == []
 
@@ -94,12 +89,13 @@ LINE = (
 def shown(rank: int, world_size: int, set_up: Callable[[], object]) -> str:
     """What a rank writes to stderr whose program has set up logging by ``set_up`` alone."""
     logging.root.handlers.clear()  # pytest's
+    logging.root.setLevel(logging.WARNING)
+    logging.getLogger("lowlevel_zero").setLevel(logging.NOTSET)
+    logging.disable(logging.NOTSET)
     with redirect_stderr(io.StringIO()) as written:
         set_up()
         model = nn.Linear(4, 3)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=2)
-        optimizer.backward(model(torch.ones(2, 4)).sum())
-        optimizer.step()
+        LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=2)
     assert logging.getLogger("lowlevel_zero").handlers == []
     return written.getvalue()
 
@@ -110,13 +106,8 @@ def by_environment(level: str) -> None:
         start_line.set_level()
 
 
-def test_the_start_line_is_seen_where_nobody_has_set_up_logging() -> None:
-    first, second = run_ranks(shown, 2, lambda: None)
-    assert first == LINE.format("shared memory of one host")
-    assert second == ""
-
-
 SET_UPS: dict[str, tuple[Callable[[], object], bool]] = {
+    "nobody": (lambda: None, True),
     "a level in the environment": (lambda: by_environment("warning"), False),
     "a level that shows it": (lambda: by_environment("INFO"), True),
     "a level of the logger": (lambda: logging.getLogger("lowlevel_zero").setLevel(logging.ERROR), False),
@@ -126,12 +117,14 @@ SET_UPS: dict[str, tuple[Callable[[], object], bool]] = {
 }
 
 
-def test_whoever_sets_up_logging_decides_about_the_start_line(subtests: pytest.Subtests) -> None:
-    for name, (set_up, is_seen) in SET_UPS.items():
+def test_the_start_line_is_seen_unless_who_sets_up_logging_decides_otherwise(subtests: pytest.Subtests) -> None:
+    def each(rank: int, world_size: int, name: str) -> str:
+        return shown(rank, world_size, SET_UPS[name][0])
+
+    for (name,), ran in run_cases(each, 2, [(name,) for name in SET_UPS], one_group=True):
         with subtests.test(name):
-            first, second = run_ranks(shown, 2, set_up)
-            assert first == (LINE.format("shared memory of one host") if is_seen else "")
-            assert second == ""
+            is_seen = SET_UPS[name][1]
+            assert ran.values() == [LINE.format("shared memory of one host") if is_seen else "", ""]
 
 
 def test_a_level_that_there_is_not() -> None:

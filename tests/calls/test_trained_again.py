@@ -17,8 +17,8 @@ import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import save_checkpoint
 from lowlevel_zero.deepspeed import safe_get_full_fp32_param
-from tests.support.ranks import run_cases, run_ranks
-from tests.support.scripts import Alone, Case, Script, Together, adamw, check, check_each, loss_at, momentum, net, steps
+from tests.support.scripts import Alone, Case, Script, Together, adamw, check_each, loss_at, momentum, net, steps
+from tests.support.several import check_all
 
 # ---- numbers: those of plain torch; tests/simulation has new optimizers over all parameters, whatever came before ----
 
@@ -61,11 +61,6 @@ def in_parts(name: str) -> Script:
     return script
 
 
-def test_several_optimizers_over_parts_of_one_model(subtests: pytest.Subtests) -> None:
-    """A former one is retired whole, whichever of its parameters are taken; others train on."""
-    check_each({name: Case(in_parts(name), {"partition_grad": True}) for name in PARTS}, subtests)
-
-
 def added_to_another(side: Alone) -> nn.Module:
     """A group's parameters, too, are taken from the optimizer that has trained them."""
     model = net()
@@ -80,8 +75,11 @@ def added_to_another(side: Alone) -> nn.Module:
     return model
 
 
-def test_parameters_that_are_added_to_another_optimizer() -> None:
-    check(added_to_another, overlap_allgather=True, partition_grad=True)
+def test_several_optimizers_over_parts_of_one_model(subtests: pytest.Subtests) -> None:
+    """A former one is retired whole, whichever of its parameters are taken; others train on."""
+    cases = {name: Case(in_parts(name), {"partition_grad": True}) for name in PARTS}
+    cases["added"] = Case(added_to_another, {"overlap_allgather": True, "partition_grad": True})
+    check_each(cases, subtests)
 
 
 # ---- what a retired optimizer leaves, and says ----
@@ -107,11 +105,13 @@ def called(optimizer: LowLevelZeroOptimizer, name: str) -> None:
         pass
 
 
-def everything_raises(rank: int, world_size: int) -> list[str]:
+def whatever_is_asked_of_a_retired_optimizer_raises(rank: int, world_size: int) -> None:
     _, former, later = taken(rank)
     names = {name for cls in LowLevelZeroOptimizer.__mro__ for name in vars(cls) if cls.__module__.startswith("low")}
     answers = {"is_retired", "skip_synchronize"}  # the second does nothing: the step within raises
     public = sorted(name for name in names - answers if not name.startswith("_"))
+    assert len(public) > 30
+    assert {"step", "zero_grad", "backward", "state_dict", "param_groups", "no_sync", "get_grad_norm"} <= set(public)
     for name in public:
         with pytest.raises(RuntimeError, match=TOLD):
             called(former, name)
@@ -123,17 +123,9 @@ def everything_raises(rank: int, world_size: int) -> list[str]:
     assert not later.is_retired
     assert not hasattr(later, "no_such_name")
     assert repr(former) == "LowLevelZeroOptimizer (retired)"
-    return public
 
 
-def test_whatever_is_asked_of_a_retired_optimizer_raises() -> None:
-    first, second = run_ranks(everything_raises, 2)
-    assert first == second
-    assert len(first) > 30
-    assert {"step", "zero_grad", "backward", "state_dict", "param_groups", "no_sync", "get_grad_norm"} <= set(first)
-
-
-def the_past_is_gone(rank: int, world_size: int) -> None:
+def it_gives_hooks_gradients_slices_states_and_memory_back(rank: int, world_size: int) -> None:
     model = net(layers=30).bfloat16()
     own = momentum(model)
     former = LowLevelZeroOptimizer(own, model=model)
@@ -163,11 +155,7 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-def test_it_gives_hooks_gradients_slices_states_and_memory_back() -> None:
-    run_ranks(the_past_is_gone, 2)
-
-
-def found(rank: int, world_size: int) -> None:
+def functions_that_look_for_the_optimizer_of_a_parameter_find_the_later_one(rank: int, world_size: int) -> None:
     model, former, later = taken(rank)
     for clip in (torch.nn.utils.clip_grad_norm_, lowlevel_zero.clip_grad_norm_):
         later.backward(loss_at(model, 4)(rank))
@@ -179,10 +167,6 @@ def found(rank: int, world_size: int) -> None:
     assert master is not None
     assert torch.equal(master, model[0].weight)
     assert former.is_retired
-
-
-def test_functions_that_look_for_the_optimizer_of_a_parameter_find_the_later_one() -> None:
-    run_ranks(found, 2)
 
 
 # ---- what retires nothing ----
@@ -216,20 +200,26 @@ def within_a_backward(rank: int, world_size: int) -> None:
 
 def over_slices(rank: int, world_size: int) -> None:
     """Of an optimizer that trains on, and of none: whoever takes the wrapped one for a plain one is told."""
-    model, former, later = taken(rank)
+    model, _, later = taken(rank)
     own = later.optim
     for sharded in (own, torch.optim.SGD(own.param_groups[0]["params"], lr=0.1), later):
         with pytest.raises(TypeError, match="expected a plain optimizer, got .* wrap each optimizer once"):
             LowLevelZeroOptimizer(sharded)
     steps(Together(rank), model, later, range(2))
-    assert former.is_retired
 
 
-def test_what_is_refused_retires_nothing(subtests: pytest.Subtests) -> None:
-    cases = [(a_refused_construction,), (within_a_backward,), (over_slices,)]
-    for (case,), ran in run_cases(lambda rank, world_size, case: case(rank, world_size), 2, cases):
-        with subtests.test(case.__name__):
-            ran.values()
+CHECKS = [
+    whatever_is_asked_of_a_retired_optimizer_raises,
+    it_gives_hooks_gradients_slices_states_and_memory_back,
+    functions_that_look_for_the_optimizer_of_a_parameter_find_the_later_one,
+    a_refused_construction,
+    within_a_backward,
+    over_slices,
+]
+
+
+def test_a_later_optimizer_retires_the_former_unless_it_is_refused(subtests: pytest.Subtests) -> None:
+    check_all(CHECKS, 2, subtests)
 
 
 def over_other_ranks(rank: int, world_size: int) -> None:
@@ -260,7 +250,4 @@ def after_its_group_was_destroyed(rank: int, world_size: int) -> None:
 
 
 def test_process_groups_that_differ(subtests: pytest.Subtests) -> None:
-    cases = [(over_other_ranks,), (after_its_group_was_destroyed,)]
-    for (case,), ran in run_cases(lambda rank, world_size, case: case(rank, world_size), 4, cases):
-        with subtests.test(case.__name__):
-            ran.values()
+    check_all([over_other_ranks, after_its_group_was_destroyed], 4, subtests)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_cases, run_ranks
+from tests.support.several import told
 
 ODD = 1
 
@@ -48,70 +47,43 @@ def leave(model: nn.Sequential) -> None:
     pass
 
 
-@dataclass(frozen=True)
-class Case:
-    """A change to the model, and the names that a warning tells.
-
-    Attributes:
-        change: made before step ``before``, on one rank or, with ``on_all``, on all.
-        names: empty: there is no warning.
-        trained: which parameters the optimizer gets at construction.
-        plain: backwards are plain ones.
-    """
+class Case(NamedTuple):
+    """A change to the model before step 2, and the names that a warning tells; none: there is no warning."""
 
     change: Callable[[nn.Sequential], None]
-    names: str
-    before: int = 2
-    on_all: bool = True
-    trained: Callable[[nn.Sequential], list[nn.Parameter]] = lambda model: list(model.parameters())
-    plain: bool = False
+    names: str = ""
+    plain: bool = False  # backwards are plain ones, and one rank alone changes it
+    trained: slice = slice(None)  # layers that the optimizer gets at construction
 
 
 CASES = {
-    "nothing": Case(leave, ""),
+    "nothing": Case(leave),
     "a layer that is replaced": Case(replace, "2.weight, 2.bias"),
-    "a layer that one rank alone replaces, and a plain backward": Case(
-        replace, "2.weight, 2.bias", before=5, on_all=False, plain=True
-    ),
+    "a layer that one rank alone replaces, and a plain backward": Case(replace, "2.weight, 2.bias", plain=True),
     "a layer that is added": Case(add, "4.weight, 4.bias"),
-    "a layer that is frozen": Case(replace_frozen, ""),
-    "one that was never handed over": Case(
-        leave, "0.weight, 0.bias", trained=lambda model: list(model[2:].parameters())
-    ),
+    "a layer that is frozen": Case(replace_frozen),
+    "one that was never handed over": Case(leave, "0.weight, 0.bias", trained=slice(2, None)),
 }
 
 
-def warnings_of(train: Callable[[], Any]) -> list[str]:
-    """What is warned of while ``train`` runs, in this process."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lowlevel_zero")
-    logger.addHandler(handler)
-    try:
-        train()
-    finally:
-        logger.removeHandler(handler)
-    return lines
-
-
 def live(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
-    """What is warned of within the step after the change, and in the steps after that."""
+    """What is warned of within the steps around the change, and in the steps after that."""
     case = CASES[name]
     model = net()
-    optimizer = wrap(case.trained(model), model)
+    optimizer = wrap(model[case.trained].parameters(), model)
 
-    def train(*steps: int) -> None:
-        for step in steps:
-            if step == case.before and (case.on_all or rank == ODD):
-                case.change(model)
-            loss = loss_of(model, rank, step)
-            loss.backward() if case.plain else optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    def train(steps: range) -> list[str]:
+        with told() as lines:
+            for step in steps:
+                if step == 2 and (not case.plain or rank == ODD):
+                    case.change(model)
+                loss = loss_of(model, rank, step)
+                loss.backward() if case.plain else optimizer.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return lines
 
-    soon = case.before + 2
-    return warnings_of(lambda: train(*range(soon))), warnings_of(lambda: train(*range(soon, 9)))
+    return train(range(4)), train(range(4, 9))
 
 
 def test_one_warning_names_them(subtests: pytest.Subtests) -> None:
@@ -120,30 +92,27 @@ def test_one_warning_names_them(subtests: pytest.Subtests) -> None:
             case = CASES[name]
             for rank, (soon, later) in enumerate(ran.values()):
                 assert later == []
-                if case.names and (case.on_all or rank == ODD):
-                    assert len(soon) == 1
-                    assert soon[0].startswith(f"{case.names}: got a gradient on rank {rank}, but no LowLevelZeroOpt")
-                else:
-                    assert soon == []
+                warned = case.names and (not case.plain or rank == ODD)
+                start = f"{case.names}: got a gradient on rank {rank}, but no LowLevelZeroOpt"
+                assert [line[: len(start)] for line in soon] == ([start] if warned else [])
 
 
 def test_several_optimizers_of_a_model_warn_together() -> None:
-    def train(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    def train(rank: int, world_size: int) -> list[str]:
         model = net()
         optimizers = [wrap(model[0].parameters(), model), wrap(model[2].parameters(), model)]
-
-        def step(at: int) -> None:
-            optimizers[0].zero_grad()
-            optimizers[1].zero_grad()
-            with optimizers[0].backward_pass(loss_of(model, rank, at)) as loss, optimizers[1].backward_pass(loss):
-                loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-
         model[3].requires_grad_(False)
-        return warnings_of(lambda: step(0)), warnings_of(lambda: (model[3].requires_grad_(True), step(1)))
+        with told() as lines:
+            for step in range(2):
+                optimizers[0].zero_grad()
+                optimizers[1].zero_grad()
+                with optimizers[0].backward_pass(loss_of(model, rank, step)) as loss, optimizers[1].backward_pass(loss):
+                    loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                assert len(lines) == step
+                model[3].requires_grad_(True)
+        return lines
 
-    for rank, (before, after) in enumerate(run_ranks(train, 2)):
-        assert before == []
-        assert len(after) == 1
-        assert after[0].startswith(f"3.weight, 3.bias: got a gradient on rank {rank}, but no LowLevelZeroOptimizer")
+    for rank, (line,) in enumerate(run_ranks(train, 2)):
+        assert line.startswith(f"3.weight, 3.bias: got a gradient on rank {rank}, but no LowLevelZeroOptimizer")
