@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,6 +26,7 @@ from lowlevel_zero.communication.failed_ranks import LostRank, lost_rank_error
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.mortal import BACKWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
 from tests.support.ranks import Raised, run_ranks, run_ranks_losing
+from tests.support.warm_up import warm_up
 
 STEPS = 3
 ALONE = "lost rank {}, whose process has ended. If that rank ran out of batches, give every rank the same number"
@@ -34,9 +37,11 @@ AMONG_OTHERS = r"lost ranks? ([\d, ]*, )?{}\b.*, whose process(es have| has) end
 WIRES = ("shared memory", "messages")
 
 
-@pytest.fixture(params=WIRES)
-def _wires(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(request.param == "shared memory")))
+def by(wires: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(wires == "shared memory")))
+
+
+# ---- it is killed ----
 
 
 def mortal(lost: int, place: str, options: Callable[[], dict[str, Any]] = dict) -> Callable[[int, int], None]:
@@ -63,47 +68,38 @@ def check(raised: dict[int, Raised], lost: int, type: str = "LostRank") -> None:
         assert re.search(AMONG_OTHERS.format(lost), error.message), (rank, error)
 
 
-@pytest.mark.parametrize(("place", "_wires"), list(zip(PLACES, cycle(WIRES))), indirect=["_wires"])
-@pytest.mark.usefixtures("_wires")
-def test_two_ranks(place: str, tmp_path: Path) -> None:
-    raised = run_ranks_losing(mortal(1, place), 2, 1, tmp_path)
-    check(raised, 1, "RuntimeError" if place == SAVE else "LostRank")
-    assert latest(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("place", "lost", "_wires"), [(BACKWARD, 2, WIRES[0]), (STEP, 0, WIRES[1])], indirect=["_wires"]
-)
-@pytest.mark.usefixtures("_wires")
-def test_of_four_ranks_those_too_that_had_nothing_to_do_with_it(place: str, lost: int, tmp_path: Path) -> None:
-    check(run_ranks_losing(mortal(lost, place), 4, lost, tmp_path), lost)
-
-
-@pytest.mark.usefixtures("_wires")
-def test_gathers_that_nobody_waits_for_any_more_let_a_rank_go(tmp_path: Path) -> None:
-    check(run_ranks_losing(mortal(1, GATHER, lambda: {"overlap_allgather": True}), 3, 1, tmp_path), 1)
-
-
-@pytest.mark.usefixtures("_wires")
-def test_sums_that_are_under_way_to_all_let_a_rank_go(tmp_path: Path) -> None:
-    """In stage 1 a thread sends them on."""
-    check(run_ranks_losing(mortal(1, BACKWARD, lambda: {"partition_grad": False}), 4, 1, tmp_path), 1)
-
-
-@pytest.mark.usefixtures("_wires")
-def test_two_levels(tmp_path: Path) -> None:
+def levels() -> dict[str, Any]:
     """Some wait for a thread that waits for another level."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    both = mesh.get_group("outer"), mesh.get_group("inner")
+    return {"dp_process_group": both, "communication": Communication(hybrid_shard=True), "overlap_allgather": True}
 
-    def options() -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        both = mesh.get_group("outer"), mesh.get_group("inner")
-        return {
-            "dp_process_group": both,
-            "communication": Communication(hybrid_shard=True),
-            "overlap_allgather": True,
-        }
 
-    check(run_ranks_losing(mortal(2, BACKWARD, options), 4, 2, tmp_path), 2)
+# Where who dies of how many ranks, with which options, and by which wires.
+DEATHS: list[tuple[str, int, int, Callable[[], dict[str, Any]], str]] = [
+    *((place, 1, 2, dict, wires) for place, wires in zip(PLACES, cycle(WIRES))),
+    (BACKWARD, 2, 4, dict, WIRES[0]),
+    (STEP, 0, 4, dict, WIRES[1]),
+    *((GATHER, 1, 3, lambda: {"overlap_allgather": True}, wires) for wires in WIRES),  # which nobody waits for any more
+    *((BACKWARD, 1, 4, lambda: {"partition_grad": False}, wires) for wires in WIRES),  # a thread sends sums on
+    *((BACKWARD, 2, 4, levels, wires) for wires in WIRES),
+]
+
+
+@pytest.mark.parametrize(("place", "lost", "ranks", "options", "wires"), DEATHS)
+def test_all_others_end_by_an_error_that_names_it(
+    place: str,
+    lost: int,
+    ranks: int,
+    options: Callable[[], dict[str, Any]],
+    wires: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by(wires, monkeypatch)
+    raised = run_ranks_losing(mortal(lost, place, options), ranks, lost, tmp_path)
+    check(raised, lost, "RuntimeError" if place == SAVE else "LostRank")
+    assert latest(tmp_path) is None
 
 
 def kill_before(act: Callable[[Any, Path], object]) -> Callable[[int, int, Path], None]:
@@ -142,6 +138,79 @@ def test_once_a_rank_is_lost_nothing_is_waited_for(tmp_path: Path) -> None:
         raise first.value
 
     check(run_ranks_losing(kill_before(again), 2, 1, tmp_path), 1)
+
+
+# ---- it ends: it has run out of batches, or has failed, and the others are told what to do in both cases ----
+
+LOST = re.compile(r"expected all ranks, lost (the connection to )?ranks? ([02], )?1\b")
+REMEDIES = "If that rank ran out of batches, give every rank the same number", "start all ranks again"
+TIMEOUT = 60.0
+
+
+def train(rank: int, world_size: int, leave: Callable[[], None], folder: Path) -> None:
+    """Rank 1 has two batches, the others have four, and write down what they are told."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+    model, _, optimizer = build()
+    try:
+        for step in range(2 if rank == 1 else 4):
+            optimizer.backward(loss_of(model, step, rank, world_size))
+            optimizer.step()
+            optimizer.zero_grad()
+    except LostRank as error:
+        (folder / str(rank)).write_text(str(error))
+        raise
+    if rank == 1:
+        leave()
+
+
+def told(leave: Callable[[], None], folder: Path) -> list[str]:
+    """Return what ranks 0 and 2 are told when rank 1 leaves by ``leave``; nobody catches its error."""
+    warm_up()
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=train, args=(rank, 3, leave, folder)) for rank in range(3)]
+    for each in ranks:
+        each.start()
+    deadline = time.monotonic() + TIMEOUT
+    for each in ranks:
+        each.join(deadline - time.monotonic())
+        each.kill()
+    return [(folder / str(rank)).read_text() for rank in (0, 2)]
+
+
+def at_once() -> None:
+    """The process ends with its group."""
+
+
+def at_leisure() -> None:
+    """It destroys its group, as scripts do in the end, and has something else to do for a while."""
+    dist.destroy_process_group()
+    time.sleep(2)
+
+
+def fail() -> None:
+    raise ValueError("a mistake")
+
+
+def fail_and_destroy() -> None:
+    try:
+        fail()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wires", WIRES)
+@pytest.mark.parametrize("leave", [at_once, at_leisure, fail, fail_and_destroy])
+def test_a_rank_that_ends_is_named(
+    leave: Callable[[], None], wires: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by(wires, monkeypatch)
+    for message in told(leave, tmp_path):
+        assert LOST.search(message), message
+        assert all(remedy in message for remedy in REMEDIES)
+
+
+# ---- how it is found ----
 
 
 def test_other_errors_stay_what_they_are() -> None:
