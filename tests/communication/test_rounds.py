@@ -184,31 +184,26 @@ def test_a_group_of_some_ranks_takes_what_was_made_for_it_along() -> None:
 
 
 ROUNDS = """
-import sys
+import os, sys, time
 from pathlib import Path
+from lowlevel_zero.communication.process_groups import context_of, default_group, start_alone
+from lowlevel_zero.communication.work import OnThread, Work
 from tests.communication.test_rounds import Round, destroy_and_drop
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+child = os.fork()
 for number, carrier in enumerate(("shared memory", "messages", "shared memory", "messages")):
-    destroy_and_drop(Round(carrier, rank, 2, folder / str(number)))
+    destroy_and_drop(Round(carrier, int(child == 0), 2, Path(sys.argv[1], str(number))))
+start_alone()
+chain = OnThread(context_of(default_group()).threads)
+chain.after(Work(lambda: time.sleep(0.3)), lambda _: Work(print("started", flush=True)))
+if child and os.waitpid(child, 0)[1]:
+    raise SystemExit("the other rank failed")
 """
 
 
-def test_a_process_ends_normally_after_four_rounds(tmp_path: Path) -> None:
+def test_two_processes_end_normally_after_four_rounds_and_when_their_threads_have_finished(tmp_path: Path) -> None:
     """No thread is left that would come back from a wait when the interpreter has gone."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ROUNDS, str(rank), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [rank.communicate(timeout=150)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    command = [sys.executable, "-c", ROUNDS, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "started\n" * 2

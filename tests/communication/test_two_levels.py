@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -35,9 +33,6 @@ from tests.support.ranks import run_cases_expecting, run_ranks
 # ---- numbers ----
 
 FORMS = ("pair", "keywords", "hybrid")
-
-
-# Those of each form, of 2 x 2 ranks, beside the two with drops.
 
 
 def check_accessors(p: nn.Parameter, rank: int) -> None:
@@ -189,20 +184,6 @@ def test_through_shared_memory_whoever_asks_starts_all_that_are_due() -> None:
     assert pending[3].wait() == 30
     assert started == [0, 1, 1, 2, 3]
     assert pending[2].wait() == 20
-
-
-def test_the_thread_finishes_before_the_interpreter_goes() -> None:
-    script = (
-        "import time\n"
-        "from lowlevel_zero.communication.process_groups import context_of, default_group, start_alone\n"
-        "from lowlevel_zero.communication.work import OnThread, Work\n"
-        "start_alone()\n"
-        "chain = OnThread(context_of(default_group()).threads)\n"
-        "slow = Work(lambda: time.sleep(0.3))\n"
-        "chain.after(slow, lambda _: Work(print('started')))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert (done.stdout, done.stderr) == ("started\n", "")
 
 
 def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
