@@ -31,6 +31,7 @@ from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.layout import memory_held
 from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.several import told
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 CPU = torch.device("cpu")
@@ -57,9 +58,9 @@ def seen_by_another(own: Memory, **changed: Any) -> None:
     map_of(own.address.memory._replace(**changed))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_an_all_reduce_reads_no_more_with_more_ranks(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_all_reduce_reads_no_more_with_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank reads at most two buffers' worth, and ends with the exact sum, also where a peer lags."""
+    ranks = 4
 
     def reduce(rank: int, world_size: int) -> tuple[int, Tensor]:
         group = group_with_wires()
@@ -79,11 +80,11 @@ def test_an_all_reduce_reads_no_more_with_more_ranks(world_size: int, monkeypatc
             time.sleep(0.05 * rank)
         return sum(read), torch.stack([work.wait() for work in works])
 
-    numel = 5 * world_size
-    for read, totals in run_ranks(reduce, world_size):
+    numel = 5 * ranks
+    for read, totals in run_ranks(reduce, ranks):
         assert read <= 3 * 2 * numel
         for number, total in enumerate(totals):
-            exact = sum(torch.arange(numel).view(world_size, 5) + rank + number for rank in range(world_size))
+            exact = sum(torch.arange(numel).view(ranks, 5) + rank + number for rank in range(ranks))
             assert torch.equal(total, torch.as_tensor(exact).to(torch.bfloat16))
 
 
@@ -127,35 +128,6 @@ def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monk
 
 
 # A rank that lags
-
-
-def test_no_slot_is_used_again_before_the_slowest_has_read_it() -> None:
-    """Six rounds are under way at a time, and each rank pauses on its own; every value tells its round and rank."""
-
-    def rounds(rank: int, world_size: int) -> int:
-        group = group_with_wires()
-        pause = random.Random(rank)
-        wrong = 0
-        under_way: list[tuple[int, Any, Tensor]] = []
-        for number in range(150 + 6):
-            if number < 150:
-                row = [5000, 300, 20_000][number % 3]
-                wire = group.new_buffer(row, torch.float32, CPU).fill_(number + 1000 * rank)
-                rows = torch.full((world_size, row), float(number + 1000 * rank))
-                under_way.append((number, group.reduce_scatter(wire), rows))
-            if pause.random() < 0.2:
-                time.sleep(pause.random() * 0.01)
-            if len(under_way) > 6 or number >= 150:
-                at, pending, rows = under_way.pop(0)
-                wrong += not (pending.wait() == 3 * at + 3000).all()
-                gathered = group.gather([rows[rank]], [rows])
-                if pause.random() < 0.1:
-                    time.sleep(pause.random() * 0.01)
-                gathered.wait()
-                wrong += not (rows == torch.tensor([[at], [at + 1000], [at + 2000]])).all()
-        return wrong
-
-    assert run_ranks(rounds, 3) == [0, 0, 0]
 
 
 def test_a_rank_may_be_far_ahead_and_its_peers_may_read_what_it_left_when_it_has_gone() -> None:
@@ -260,70 +232,42 @@ REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("refusal", REFUSALS)
-def test_one_rank_that_can_t_makes_all_send_messages(refusal: str) -> None:
-    def reduce(rank: int, world_size: int) -> list[Any]:
-        seen = []
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 1:
-                REFUSALS[refusal](patch)
-            group = ShardGroup()
-            group.connect()
-            total = group.reduce_scatter(group.new_buffer(5, torch.float32, CPU).fill_(rank)).wait()
-            gc.collect()
-            seen += [is_shared(group), total.tolist(), mappings()]
-        return seen
-
-    assert run_ranks(reduce, 3) == [[False, [3.0] * 5, 0]] * 3
+WAYS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (REFUSALS["no memfd"], "by pairwise messages over gloo (rank 1: not on its system: module 'os' has"),
+    (REFUSALS["a peer's can't be opened"], "by pairwise messages over gloo (rank 1: not here)"),
+    (REFUSALS["switched off"], f"by pairwise messages over gloo ({SWITCH}=0 is set on one of them)"),
+    (lambda patch: None, "by shared memory of one host"),
+]
 
 
-def lines_of(logger: str) -> list[str]:
-    """What is logged from now on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(logger).addHandler(handler)
-    logging.getLogger(logger).setLevel(logging.INFO)
-    return lines
-
-
-WAYS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "shared": (lambda patch: None, "by shared memory of one host"),
-    "no memfd": (REFUSALS["no memfd"], "by pairwise messages over gloo (rank 1: not on its system: module 'os' has"),
-    "a peer's can't be opened": (
-        REFUSALS["a peer's can't be opened"],
-        "by pairwise messages over gloo (rank 1: not here)",
-    ),
-    "switched off": (REFUSALS["switched off"], f"by pairwise messages over gloo ({SWITCH}=0 is set on one of them)"),
-}
-
-
-def test_the_first_line_says_how_wires_travel_and_why() -> None:
-    def construct(rank: int, world_size: int) -> list[str]:
-        lines = lines_of("lowlevel_zero")
-        for prepare, _ in WAYS.values():
+def test_one_rank_that_can_t_makes_all_send_messages_and_the_first_line_says_why() -> None:
+    def construct(rank: int, world_size: int) -> None:
+        for prepare, way in WAYS:
             group = dist.new_group()  # what it has found out about shared memory it keeps
-            with pytest.MonkeyPatch.context() as patch:
+            with pytest.MonkeyPatch.context() as patch, told(logging.INFO) as lines:
                 if rank == 1:
                     prepare(patch)
                 model = nn.Linear(3, 3)
-                LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), dp_process_group=group)
-        return lines
+                optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), dp_process_group=group)
+                ranks = optimizer.shard_group
+                total = ranks.reduce_scatter(ranks.new_buffer(5, torch.float32, CPU).fill_(rank)).wait()
+            assert total.tolist() == [3.0] * 5, way
+            gc.collect()
+            assert (is_shared(ranks), mappings()) == ((True, 3) if "shared" in way else (False, 0)), way
+            starts = [line.partition(" 1 bucket ")[::2] for line in lines]
+            head = "ZeRO stage 1: 12 elements in 2 parameters over 3 ranks,"
+            assert [(start, rest[: len(way)]) for start, rest in starts] == [(head, way)] * (rank == 0)
 
-    first, second = run_ranks(construct, 2)
-    assert second == []
-    for line, (_, way) in zip(first, WAYS.values(), strict=True):
-        assert line.startswith("ZeRO stage 1: 12 elements in 2 parameters over 2 ranks, 1 bucket by ")
-        assert way in line
+    run_ranks(construct, 3)
 
 
 def test_a_limited_address_space_is_left_to_others() -> None:
     def work(rank: int, world_size: int) -> tuple[bool, list[str]]:
-        lines = lines_of("lowlevel_zero")
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_AS, (2**40, resource.RLIM_INFINITY))
         model = nn.Linear(50, 50)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with told(logging.INFO) as lines:
+            optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         step_once(model, optimizer)
         return is_shared(optimizer.shard_group), lines
 
@@ -398,10 +342,10 @@ def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options
     blocks = run_ranks(train, 2, 0)[1][2]
     assert blocks > ("fp8_communication" in options)
     for failing in range(1, blocks + 1):
-        for told, seconds, calls in run_ranks(train, 2, failing, timeout=30):
+        for errors, seconds, calls in run_ranks(train, 2, failing, timeout=30):
             assert seconds < 10
-            assert told or calls < failing  # blocks may be free again in time
-            assert all("no space" in error or "rank 1" in error for error in told)
+            assert errors or calls < failing  # blocks may be free again in time
+            assert all("no space" in error or "rank 1" in error for error in errors)
 
 
 # Nothing piles up
