@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,24 +23,27 @@ from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.deepspeed import full_fp32_params
 from tests.support.judging import off_the_way
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.several import check_all
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
 WAYS = ["native", "messages", "shared memory", "staged"]
 RANKS = 3
-_on_gloo = ShardGroup.on_gloo
 
 
-def choose(way: str) -> None:
-    """How the wires of this rank, a forked process, travel from now on."""
-    os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(way == "shared memory"))
-    patch_rank(ShardGroup, "on_gloo", (lambda self, device: False) if way == "native" else _on_gloo)
-    patch_rank(shard_group, "is_staged", lambda device: way == "staged")
+@contextmanager
+def by(way: str) -> Iterator[None]:
+    """Meanwhile the wires of this rank travel that way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(way == "shared memory")))
+        if way == "native":
+            patch.setattr(ShardGroup, "on_gloo", lambda self, device: False)
+        patch.setattr(shard_group, "is_staged", lambda device: way == "staged")
+        yield
 
 
-def joined(way: str, **options: bool) -> ShardGroup:
-    choose(way)
+def joined(**options: bool) -> ShardGroup:
     group = ShardGroup()
     group.connect(**options)
     return group
@@ -119,55 +124,72 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 # ---- the ways ----
 
 
-def test_swapped_rows_go_where_they_belong() -> None:
-    def swap(way: str, rank: int) -> None:
-        group = joined(way)
-        backend = group.backend(CPU)
-        for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
-            wires = [(numbers(RANKS, row, seed=of).abs() % 200).to(dtype) for of in range(RANKS)]
-            packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])
-            pending = [backend.exchange_rows(wires[rank]), backend.exchange_rows(packed)]
-            expected = torch.stack([wire[rank] for wire in wires])
-            assert all(torch.equal(each.wait(), expected) for each in pending)
-
-    run_ranks(lambda rank, _: [swap(way, rank) for way in WAYS[:3]], RANKS)
+def swapped_rows_go_where_they_belong(rank: int) -> None:
+    group = joined()
+    backend = group.backend(CPU)
+    for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
+        wires = [(numbers(RANKS, row, seed=of).abs() % 200).to(dtype) for of in range(RANKS)]
+        packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])
+        pending = [backend.exchange_rows(wires[rank]), backend.exchange_rows(packed)]
+        expected = torch.stack([wire[rank] for wire in wires])
+        assert all(torch.equal(each.wait(), expected) for each in pending)
 
 
-def test_sums_are_those_of_the_rounded_numbers() -> None:
+def sums_are_those_of_the_rounded_numbers(rank: int) -> None:
     wires = [numbers(RANKS, 700, seed=of).bfloat16() for of in range(RANKS)]
     rounded = torch.stack([there_and_back(wire) for wire in wires]).sum(0).bfloat16()
     exact = torch.stack(wires).float().sum(0)
     most = torch.stack([bound(wire) for wire in wires]).sum(0) + exact.abs() / 128
-
-    def add(way: str, rank: int) -> None:
-        group = joined(way)
-        wire = group.new_buffer(700, torch.bfloat16, CPU, fp8=True).copy_(wires[rank])
-        own = group.reduce_scatter(wire, fp8=True).wait()
-        assert torch.equal(own, rounded[rank])
-        assert (own - exact[rank]).abs().le(most[rank]).all()
-        mine = wires[rank].clone()
-        total = group.all_reduce(mine, fp8=True).wait()
-        assert torch.equal(mine, wires[rank])
-        assert torch.equal(total, there_and_back(rounded).bfloat16())
-
-    run_ranks(lambda rank, _: [add(way, rank) for way in WAYS], RANKS)
+    group = joined()
+    wire = group.new_buffer(700, torch.bfloat16, CPU, fp8=True).copy_(wires[rank])
+    own = group.reduce_scatter(wire, fp8=True).wait()
+    assert torch.equal(own, rounded[rank])
+    assert (own - exact[rank]).abs().le(most[rank]).all()
+    mine = wires[rank].clone()
+    total = group.all_reduce(mine, fp8=True).wait()
+    assert torch.equal(mine, wires[rank])
+    assert torch.equal(total, there_and_back(rounded).bfloat16())
 
 
-def test_gathered_rows_are_alike_on_all_ranks() -> None:
+def gathered_rows_are_alike_on_all_ranks(rank: int) -> None:
     for_rank = [[numbers(size, seed=rank + size) for size in (300, 1, 256)] for rank in range(RANKS)]
     expected = there_and_back(torch.stack([torch.cat(each) for each in for_rank]).bfloat16()).bfloat16()
+    group = joined()
+    rows = torch.zeros(RANKS, 557, dtype=torch.bfloat16)
+    group.gather([torch.cat(for_rank[rank])], [rows], fp8=True).wait()
+    assert torch.equal(rows, expected)
+    pieces = [torch.zeros(RANKS, size, dtype=torch.bfloat16) for size in (300, 1, 256)]
+    group.gather(for_rank[rank], pieces, fp8=True).wait()
+    assert torch.equal(torch.cat(pieces, dim=1), expected)
+    assert group.traffic()["gather"] == (RANKS - 1) * 2 * encoded_size(557)
 
-    def gather(way: str, rank: int) -> None:
-        group = joined(way)
-        rows = torch.zeros(RANKS, 557, dtype=torch.bfloat16)
-        group.gather([torch.cat(for_rank[rank])], [rows], fp8=True).wait()
-        assert torch.equal(rows, expected)
-        pieces = [torch.zeros(RANKS, size, dtype=torch.bfloat16) for size in (300, 1, 256)]
-        group.gather(for_rank[rank], pieces, fp8=True).wait()
-        assert torch.equal(torch.cat(pieces, dim=1), expected)
-        assert group.traffic()["gather"] == (RANKS - 1) * 2 * encoded_size(557)
 
-    run_ranks(lambda rank, _: [gather(way, rank) for way in WAYS], RANKS)
+def a_backend_s_own_reduce_scatters_sum_16_bits_in_fp32(rank: int) -> None:
+    group = joined(sums_in_fp32=True)
+    for dtype, large in [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]:  # above them only even numbers
+        wire = torch.full((RANKS, 5), large if rank == 0 else 1.0, dtype=dtype)
+        total = group.reduce_scatter(wire).wait()
+        assert torch.equal(total, torch.full((5,), large + RANKS - 1).to(dtype))
+    wire = torch.full((RANKS, 5), 2.0**-30 * 3**rank)
+    exact = torch.tensor(2.0**-30 * sum(3**of for of in range(RANKS)))
+    assert torch.allclose(group.reduce_scatter(wire).wait(), exact)
+
+
+CONTRACT = [
+    *product([sums_are_those_of_the_rounded_numbers, gathered_rows_are_alike_on_all_ranks], WAYS),
+    *product([swapped_rows_go_where_they_belong], WAYS[:3]),  # the staged one hands rows to the host's
+    (a_backend_s_own_reduce_scatters_sum_16_bits_in_fp32, "native"),
+]
+
+
+def test_collectives_by_each_way(subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, check: Callable[[int], None], way: str) -> None:
+        with by(way):
+            check(rank)
+
+    for (check, way), ran in run_cases(work, RANKS, CONTRACT, one_group=True):
+        with subtests.test(check.__name__, way=way):
+            ran.values()
 
 
 # ---- training ----
@@ -213,7 +235,6 @@ class Trained(NamedTuple):
 
 
 def build(case: Case, **options: Any) -> tuple[Net, LowLevelZeroOptimizer]:
-    choose(case.way)
     torch.manual_seed(3)
     model = Net().to(case.dtype)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -237,7 +258,8 @@ def train(case: Case, rank: int, model: Net, optimizer: LowLevelZeroOptimizer, f
 
 
 def run(case: Case, rank: int, **options: Any) -> Trained:
-    return train(case, rank, *build(case, **options))
+    with by(case.way):
+        return train(case, rank, *build(case, **options))
 
 
 CASES = {
@@ -273,13 +295,12 @@ SHARE = 0.05  # of the way that masters go, they may be off; so rounded, they ar
 
 
 def test_training_is_near_a_run_without_and_alike_on_all_ranks(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int) -> dict[str, Pair]:
-        return {name: Pair.of(run(case, rank, **FP8), run(case, rank)) for name, case in CASES.items()}
+    def work(rank: int, world_size: int, name: str) -> Pair:
+        return Pair.of(run(CASES[name], rank, **FP8), run(CASES[name], rank))
 
-    ranks = run_ranks(work, 3)
-    for name, case in CASES.items():
+    for (name,), ran in run_cases(work, 3, [(name,) for name in CASES], one_group=True):
         with subtests.test(name):
-            _check_near([pairs[name] for pairs in ranks], case)
+            _check_near(ran.values(), CASES[name])
 
 
 def _check_near(ranks: list[Pair], case: Case) -> None:
@@ -298,48 +319,42 @@ def _start(case: Case) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in Net().to(case.dtype).named_parameters()}
 
 
-def test_gradients_are_within_their_bounds_and_small_parameters_untouched() -> None:
-    def work(rank: int, world_size: int) -> None:
-        grads: list[dict[str, Tensor]] = []
-        for options, least in ((FP8, 2048), ({}, 2048), (FP8, 10**6)):
-            patch_rank(options_of_zero, "FP8_MIN_NUMEL", least)
+def gradients_are_within_their_bounds_and_small_parameters_untouched(rank: int, world_size: int) -> None:
+    grads: list[dict[str, Tensor]] = []
+    for options, least in ((FP8, 2048), ({}, 2048), (FP8, 10**6)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(options_of_zero, "FP8_MIN_NUMEL", least)
             model, optimizer = build(Case(torch.float32, STAGE_2), **options)
-            x = torch.randn(16, 31, generator=torch.Generator().manual_seed(rank))
-            optimizer.backward(model(x).square().mean())
-            grads.append({name: optimizer.get_param_grad(p) for name, p in model.named_parameters()})
-        for name, exact in grads[1].items():
-            assert torch.equal(grads[2][name], exact)
-            error = (grads[0][name] - exact).abs().max()
-            assert error <= exact.abs().max() / 8
-            assert (error > 0) == (exact.numel() >= 2048), name
-
-    run_ranks(work, 2)
+        x = torch.randn(16, 31, generator=torch.Generator().manual_seed(rank))
+        optimizer.backward(model(x).square().mean())
+        grads.append({name: optimizer.get_param_grad(p) for name, p in model.named_parameters()})
+    for name, exact in grads[1].items():
+        assert torch.equal(grads[2][name], exact)
+        error = (grads[0][name] - exact).abs().max()
+        assert error <= exact.abs().max() / 8
+        assert (error > 0) == (exact.numel() >= 2048), name
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    def work(rank: int, world_size: int) -> tuple[list[float], bool]:
-        model, optimizer = build(Case(torch.float16), hysteresis=1, initial_scale=2.0**10, **FP8)
-        before = model.middle.weight.detach().clone()
-        x = torch.full((2, 31), 60000.0 if rank == 1 else 1.0, dtype=torch.float16)
-        optimizer.backward(model.first(x).float().square().sum() + model.middle.weight.sum())
-        optimizer.step()
-        skipped = torch.equal(model.middle.weight, before)
-        optimizer.zero_grad()
-        optimizer.backward(model.middle.weight.float().square().sum())
-        optimizer.step()
-        return [optimizer.loss_scale, float(skipped)], torch.equal(model.middle.weight, before)
-
-    assert run_ranks(work, 2) == [([2.0**9, 1.0], False)] * 2
+def an_overflow_on_one_rank_skips_the_step_on_all(rank: int, world_size: int) -> None:
+    model, optimizer = build(Case(torch.float16), hysteresis=1, initial_scale=2.0**10, **FP8)
+    before = model.middle.weight.detach().clone()
+    x = torch.full((2, 31), 60000.0 if rank == 1 else 1.0, dtype=torch.float16)
+    optimizer.backward(model.first(x).float().square().sum() + model.middle.weight.sum())
+    optimizer.step()
+    assert torch.equal(model.middle.weight, before)
+    optimizer.zero_grad()
+    optimizer.backward(model.middle.weight.float().square().sum())
+    optimizer.step()
+    assert optimizer.loss_scale == 2.0**9
+    assert not torch.equal(model.middle.weight, before)
 
 
 # ---- masters ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masters_are_exact_and_go_on_where_they_were(dtype: torch.dtype) -> None:
-    case = Case(dtype, STAGE_2, steps=3)
-
-    def work(rank: int, world_size: int) -> None:
+def masters_are_exact_and_go_on_where_they_were(rank: int, world_size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(dtype, STAGE_2, steps=3)
         done = run(case, rank, **FP8)
         model, optimizer = done.model, done.optimizer
         for record in optimizer.sharded_parameters:
@@ -360,8 +375,6 @@ def test_masters_are_exact_and_go_on_where_they_were(dtype: torch.dtype) -> None
             assert here.losses == there.losses
             for name, value in there.values[-1].items():
                 assert torch.equal(here.values[-1][name], value), name
-
-    run_ranks(work, 2)
 
 
 class Pieces(nn.Module):
@@ -422,51 +435,40 @@ def test_what_a_run_sent_is_saved_with_its_state(fp8: bool, tmp_path: Path) -> N
     run_ranks(work, 2)
 
 
-def test_what_others_write_into_a_parameter_reaches_its_master() -> None:
-    def work(rank: int, world_size: int) -> None:
-        case = Case(options=STAGE_2, steps=2)
-        model, optimizer = build(case, **FP8)
-        for value in (0.75, 1.25):
-            with torch.no_grad():
-                model.middle.weight[5] = value  # fp8 has them
-                model.middle.weight[60] = value + 0.01  # and not these
-            record = optimizer.sharded_parameters[model.middle.weight]
-            kept = record.p32.clone()
-            record.follow_edits()
-            edited = torch.zeros_like(model.middle.weight, dtype=torch.bool)
-            edited[[5, 60]] = True
-            own = record.slice_of(edited).bool()
-            assert torch.equal(record.p32[~own], kept[~own])
-            assert torch.equal(record.p32[own], record.row[own].float())
-            train(case, rank, model, optimizer)
-
-    run_ranks(work, 2)
+def what_others_write_into_a_parameter_reaches_its_master(rank: int, world_size: int) -> None:
+    case = Case(options=STAGE_2, steps=2)
+    model, optimizer = build(case, **FP8)
+    for value in (0.75, 1.25):
+        with torch.no_grad():
+            model.middle.weight[5] = value  # fp8 has them
+            model.middle.weight[60] = value + 0.01  # and not these
+        record = optimizer.sharded_parameters[model.middle.weight]
+        kept = record.p32.clone()
+        record.follow_edits()
+        edited = torch.zeros_like(model.middle.weight, dtype=torch.bool)
+        edited[[5, 60]] = True
+        own = record.slice_of(edited).bool()
+        assert torch.equal(record.p32[~own], kept[~own])
+        assert torch.equal(record.p32[own], record.row[own].float())
+        train(case, rank, model, optimizer)
 
 
-# ---- 16-bit wires, summed in fp32 ----
+def training_with_sums_in_fp32_is_what_gloo_s_wires_make_of_it(rank: int, world_size: int) -> None:
+    messages = run(Case(options=STAGE_2, way="messages"), rank).values
+    sums = Communication(reduce_scatter_with_fp32_accumulation=True)
+    native = run(Case(options=STAGE_2, way="native"), rank, communication=sums).values
+    for one, other in zip(messages, native, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_backend_s_own_reduce_scatters_sum_in_fp32() -> None:
-    def work(rank: int, world_size: int) -> None:
-        group = joined("native", sums_in_fp32=True)
-        for dtype, large in [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]:  # above them only even numbers
-            wire = torch.full((world_size, 5), large if rank == 0 else 1.0, dtype=dtype)
-            total = group.reduce_scatter(wire).wait()
-            assert torch.equal(total, torch.full((5,), large + world_size - 1).to(dtype))
-        wire = torch.full((world_size, 5), 2.0**-30 * 3**rank)
-        assert torch.allclose(
-            group.reduce_scatter(wire).wait(), torch.tensor(2.0**-30 * sum(3**of for of in range(world_size)))
-        )
-
-    run_ranks(work, RANKS)
+CHECKS = [
+    gradients_are_within_their_bounds_and_small_parameters_untouched,
+    an_overflow_on_one_rank_skips_the_step_on_all,
+    masters_are_exact_and_go_on_where_they_were,
+    what_others_write_into_a_parameter_reaches_its_master,
+    training_with_sums_in_fp32_is_what_gloo_s_wires_make_of_it,
+]
 
 
-def test_training_with_sums_in_fp32_is_what_gloo_s_wires_make_of_it() -> None:
-    def work(rank: int, world_size: int) -> None:
-        messages = run(Case(options=STAGE_2, way="messages"), rank).values
-        sums = Communication(reduce_scatter_with_fp32_accumulation=True)
-        native = run(Case(options=STAGE_2, way="native"), rank, communication=sums).values
-        for one, other in zip(messages, native, strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one)
-
-    run_ranks(work, 2)
+def test_what_training_in_fp8_and_sums_in_fp32_leave(subtests: pytest.Subtests) -> None:
+    check_all(CHECKS, 2, subtests, one_group=True)
