@@ -31,23 +31,15 @@ def buckets_of(rank: int, world_size: int, switched_off: int, options: dict[str,
     return [bucket.members for bucket in layout_of(optimizer).buckets]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_messages_carry_larger_buckets_than_shared_memory(stage: int) -> None:
-    nobody, chosen = -1, {"partition_grad": stage == 2}
-    by_memory, by_messages = (run_ranks(buckets_of, 2, off, chosen) for off in (nobody, 1))
-    assert [len(names) for names in by_memory[0]] == [2, 2, 2, 2, 1]
-    assert [len(names) for names in by_messages[0]] == [8, 1]  # 2**22 elements
-    assert by_memory[0] == by_memory[1]
-    assert by_messages[0] == by_messages[1]
-
-
-def test_messages_among_more_ranks_carry_larger_buckets() -> None:
-    assert [len(names) for names in run_ranks(buckets_of, 3, 0, {})[2]] == [9]  # 3 * 2**21 elements
-
-
-def test_a_chosen_bucket_size_is_kept_over_messages() -> None:
-    of_one = run_ranks(buckets_of, 2, 0, {"reduce_bucket_size": HALF})
-    assert [len(names) for names in of_one[0]] == [1] * 9
+def test_messages_carry_larger_buckets_than_shared_memory_unless_a_size_is_chosen() -> None:
+    nobody, rank_0 = -1, 0
+    by_memory, by_messages = (run_ranks(buckets_of, 2, off, {"partition_grad": True}) for off in (nobody, rank_0))
+    assert [[len(names) for names in found] for found in by_memory] == [[2, 2, 2, 2, 1]] * 2
+    assert [[len(names) for names in found] for found in by_messages] == [[8, 1]] * 2  # 2**22 elements
+    of_three = run_ranks(buckets_of, 3, rank_0, {})
+    assert [[len(names) for names in found] for found in of_three] == [[9]] * 3  # 3 * 2**21 elements
+    chosen = run_ranks(buckets_of, 2, rank_0, {"reduce_bucket_size": HALF})
+    assert [[len(names) for names in found] for found in chosen] == [[1] * 9] * 2
 
 
 def most_gathers(rank: int, world_size: int, switch: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -89,7 +91,7 @@ def test_slices_are_those_of_the_form() -> None:
     assert [each["pair"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
 
 
-def test_part_of_the_world_is_enough() -> None:
+def test_part_of_the_world_is_enough_and_threads_end_with_their_optimizer() -> None:
     """Ranks 1 to 4 of five train; the last of them has the others' values in the end."""
 
     run = Run(4, steps=3, clip=0.4).with_options(partition_grad=True)
@@ -99,7 +101,13 @@ def test_part_of_the_world_is_enough() -> None:
             return []
         grids = [Grid.of(rank, (2, 2), first=1), Grid.of(rank, (2, 2), first=1, turned=True)]
         forms = zip(grids, ("pair", "hybrid"), strict=True)
-        return [train_sharded(rank - 1, 4, run.with_options(**grid.options(form))) for grid, form in forms]
+        results = [train_sharded(rank - 1, 4, run.with_options(**grid.options(form))) for grid, form in forms]
+        deadline = time.monotonic() + 10
+        while threading.active_count() > 1 and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)
+        assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+        return results
 
     _, *ranks = run_ranks(rank, 5)
     for of_form in zip(*ranks, strict=True):
