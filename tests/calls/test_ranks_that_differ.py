@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lowlevel_zero.options import GROUPS, ZeroOptions, abouts
 from tests.support.options import grouped
 from tests.support.oracle import Run, build, groups, loss_of
 from tests.support.ranks import run_ranks
+from tests.support.several import check_all, of_all, told
 
 # The rank that differs, where it isn't rank 0.
 ODD, RANKS = 1, 2
@@ -63,17 +65,6 @@ class Case:
 
 
 @contextmanager
-def environment(**values: str) -> Iterator[None]:
-    kept = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
-
-
-@contextmanager
 def global_hooks() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(lambda *_: None).remove)
@@ -88,19 +79,6 @@ def default_dtype() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def loud() -> Iterator[None]:
-    logger = logging.getLogger("lowlevel_zero")
-    handler, level = logging.NullHandler(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 @contextmanager
@@ -130,7 +108,7 @@ WORKS: dict[str, Case] = {
     "verbose on rank 0": Case(options={"verbose": True}, rank=0),
     "verbose on another": Case(options={"verbose": True}),
     "a backward context": Case(options={"backward_context": lambda: torch.autograd.set_multithreading_enabled(False)}),
-    "no shared memory": Case(lambda _: environment(LOWLEVEL_ZERO_SHARED_MEMORY="0")),
+    "no shared memory": Case(lambda _: patch.dict(os.environ, LOWLEVEL_ZERO_SHARED_MEMORY="0")),
     "step hooks from the start": Case(hook_steps),
     "step hooks that came later": Case(after=hook_steps),
     "step hooks on the wrapper": Case(after=hook_the_wrapper),
@@ -139,7 +117,7 @@ WORKS: dict[str, Case] = {
     "grad mode": Case(lambda _: torch.no_grad()),
     "a default dtype": Case(lambda _: default_dtype()),
     "a default device": Case(lambda _: torch.device("meta")),
-    "logging": Case(lambda _: loud()),
+    "logging": Case(lambda _: told(logging.DEBUG)),
     "warnings as errors": Case(lambda _: warnings_as_errors()),
 }
 
@@ -314,53 +292,50 @@ def test_all_ranks_refuse_it_and_say_what_differs_and_where() -> None:
         assert all(word in message for word in REFUSED[name].words), f"{name}: {message}"
 
 
-def test_parameters_on_different_devices_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "lowlevel_zero.construction.checks.check_has_values", lambda model: None
-    )  # meta is here for a device
-
-    def live(rank: int, world_size: int) -> str:
-        model = nn.Linear(3, 2, bias=False, device="meta" if rank == ODD else "cpu")
-        with pytest.raises(ValueError, match="on every rank") as caught:
+def parameters_on_different_devices(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2, bias=False, device="meta" if rank == ODD else "cpu")
+    differ = "rank 0 has «trained on cpu» where rank 1 has «trained on meta»"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            "lowlevel_zero.construction.checks.check_has_values", lambda model: None
+        )  # meta is a device here
+        with pytest.raises(ValueError, match=f"on every rank.*{differ}") as caught:
             wrap(model)
-        return str(caught.value)
-
-    first, *others = run_ranks(live, RANKS + 1, backend="cpu:gloo,meta:gloo")
-    assert others == [first, first]
-    assert "rank 0 has «trained on cpu» where rank 1 has «trained on meta»" in first
+    assert set(of_all(str(caught.value))) == {str(caught.value)}
 
 
-def test_states_that_a_hook_adds_on_one_rank_are_refused_by_name() -> None:
-    def live(rank: int, world_size: int) -> str:
-        optimizer = wrap(model := net())
+def states_that_a_hook_adds_on_one_rank(rank: int, world_size: int) -> None:
+    optimizer = wrap(model := net())
 
-        def average(inner: Optimizer, *_: object) -> None:
-            for p, state in inner.state.items():
-                state.update(average=p.detach().clone(), times=1)
+    def average(inner: Optimizer, *_: object) -> None:
+        for p, state in inner.state.items():
+            state.update(average=p.detach().clone(), times=1)
 
-        handle = optimizer.optim.register_step_post_hook(average) if rank == ODD else None
-        optimizer.backward(model(torch.ones(2, 3)).sum())
-        optimizer.step()
-        with pytest.raises(ValueError, match="on every rank") as caught:
-            optimizer.state_dict()
-        if handle is not None:
-            handle.remove()
-        for state in optimizer.state.values():
-            state.pop("average", None)
-        assert all("average" not in state for state in optimizer.state_dict()["state"].values())
-        return str(caught.value)
-
-    first, second = run_ranks(live, RANKS)
-    assert first == second
-    assert "rank 1 has «average of 0.weight, torch.float32»" in first
+    handle = optimizer.optim.register_step_post_hook(average) if rank == ODD else None
+    optimizer.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    with pytest.raises(ValueError, match="on every rank.*rank 1 has «average of 0.weight, torch.float32»") as caught:
+        optimizer.state_dict()
+    assert set(of_all(str(caught.value))) == {str(caught.value)}
+    if handle is not None:
+        handle.remove()
+    for state in optimizer.state.values():
+        state.pop("average", None)
+    assert all("average" not in state for state in optimizer.state_dict()["state"].values())
 
 
-def test_a_group_that_is_added_with_other_settings_is_refused_by_name() -> None:
-    def live(rank: int, world_size: int) -> None:
-        optimizer = wrap(net(), make=fused)
-        late = nn.Parameter(torch.zeros(3))
-        with pytest.raises(ValueError, match="rank 0 has «fused of group 1: True» where rank 1 has «fused of group 1"):
-            optimizer.add_param_group({"params": [late], "fused": rank != ODD})
-        optimizer.add_param_group({"params": [late]})
+def a_group_that_is_added_with_other_settings(rank: int, world_size: int) -> None:
+    optimizer = wrap(net(), make=fused)
+    late = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="rank 0 has «fused of group 1: True» where rank 1 has «fused of group 1"):
+        optimizer.add_param_group({"params": [late], "fused": rank != ODD})
+    optimizer.add_param_group({"params": [late]})
 
-    run_ranks(live, RANKS)
+
+def test_other_differences_are_refused_by_name(subtests: pytest.Subtests) -> None:
+    checks = [
+        parameters_on_different_devices,
+        states_that_a_hook_adds_on_one_rank,
+        a_group_that_is_added_with_other_settings,
+    ]
+    check_all(checks, RANKS + 1, subtests, backend="cpu:gloo,meta:gloo", one_group=True)
