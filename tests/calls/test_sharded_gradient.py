@@ -1,4 +1,7 @@
-"""``p.grad`` after backward: what it is, what may be done with it, and what becomes of what is dropped."""
+"""``p.grad`` after backward: what it is, what becomes of what is dropped, and uses that can't be right.
+
+Those raise on every rank, tell their own cause, and change nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,27 @@ import copy
 import gc
 import io
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
 from tests.support.gradients import adamw, backward_alone, loss_at, net, sharded, steps_on
+from tests.support.ranks import run_cases
 from tests.support.several import check_all, told
+
+RANKS = 3
 
 # ---- what it is ----
 
@@ -206,6 +216,281 @@ def after_synchronize(rank: int, world_size: int) -> None:
     steps_on(model, optimizer, rank, 3)
 
 
+# ---- one message for each cause ----
+
+MEMORY = r"0.weight: expected a tensor with memory, .* of p.grad.*full_tensor\(\).*copy_"
+NO_POINTER = r"[Cc]annot access data pointer"
+COPIES = r"0.weight: expected a plain tensor to save, pickle or copy.*full_tensor\(\)"
+DATA = r"0.weight: expected p.grad.copy_\(tensor\), got p.grad.data = tensor"
+SHAPE_KEPT = r"0.weight: expected p.grad to keep its shape and memory, got .*clone\(\)"
+COLLECTIVE = r"0.weight: expected no collective on p.grad, which is averaged .* already, got "
+SHAPE = r"0.weight: expected a tensor that fits p.grad, \(5, 3\), got "
+
+
+def set_data(g: Any, value: Tensor) -> None:
+    g.data = value
+
+
+def save(g: Any) -> None:
+    torch.save([g], io.BytesIO())
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "data_ptr": (lambda g: g.data_ptr(), MEMORY),
+    "storage": (lambda g: g.storage(), MEMORY),
+    "from_dlpack": (lambda g: torch.from_dlpack(g), MEMORY),
+    "to_dlpack": (lambda g: torch.utils.dlpack.to_dlpack(g), NO_POINTER),  # type: ignore[attr-defined]
+    "pickle": (pickle.dumps, COPIES),
+    "save": (save, COPIES),
+    "copy": (copy.copy, COPIES),
+    "data": (lambda g: set_data(g, torch.ones(5, 3)), DATA),
+    "vector_to_parameters": (lambda g: torch.nn.utils.vector_to_parameters(torch.ones(15), [g]), DATA),
+    "resize_": (lambda g: g.resize_(15), SHAPE_KEPT),
+    "set_": (lambda g: g.set_(torch.ones(5, 3)), SHAPE_KEPT),
+    "all_reduce": (lambda g: dist.all_reduce(g), COLLECTIVE + "allreduce_"),
+    "all_gather": (
+        lambda g: dist.all_gather([torch.empty(5, 3) for _ in range(dist.get_world_size())], g),
+        COLLECTIVE + "allgather_",
+    ),
+    "functional all_reduce": (lambda g: functional.all_reduce(g, "sum", dist.group.WORLD), COLLECTIVE + "all_reduce"),
+    "all_gather_object": (lambda g: dist.all_gather_object([None] * dist.get_world_size(), g), COPIES),
+    "add_ of another shape": (lambda g: g.add_(torch.ones(3, 5)), SHAPE),
+    "copy_ of another shape": (lambda g: g.copy_(torch.ones(15)), SHAPE),
+    "_foreach_add_ of another shape": (lambda g: torch._foreach_add_([g], [torch.ones(2)]), SHAPE),
+    "out of another shape": (lambda g: torch.add(torch.ones(2, 2), 1, out=g), ""),  # torch warns, or raises
+}
+
+
+def refused(rank: int, world_size: int, name: str) -> None:
+    call, pattern = REFUSED[name]
+    model, optimizer = sharded(rank, partition_grad=True)
+    gradient: Any = model[0].weight.grad
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with torch.no_grad(), pytest.raises((RuntimeError, UserWarning)) as caught:
+        call(gradient)
+    assert re.search(pattern, str(caught.value)), caught.value
+    assert model[0].weight.grad is gradient
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad.clone(), value)
+    steps_on(model, optimizer, rank, world_size)
+
+
+def test_each_wrong_use_is_told_its_own_cause_and_changes_nothing(subtests: pytest.Subtests) -> None:
+    for (name,), ran in run_cases(refused, RANKS, [(name,) for name in REFUSED], one_group=True):
+        with subtests.test(name):
+            ran.values()
+
+
+# ---- uses that take more than one call ----
+
+
+def a_slice_is_read(rank: int, world_size: int) -> None:
+    """Norms of slices in ``param_groups`` are those of the whole; reads and edits are of this rank's elements."""
+    model, optimizer = sharded(rank)
+    own: Any = optimizer.param_groups[0]["params"][0].grad
+    stop = min(15 - rank * len(own), len(own))
+    whole = model[0].weight.grad.clone().flatten()  # type: ignore[union-attr]
+    expected = whole[rank * len(own) :][:stop]
+    assert own.isfinite().all()
+    for read in (own.clone(), torch.zeros(own.shape).add_(own), own * 1, own[:], own.detach(), torch.cat([own])):
+        torch.testing.assert_close(read.clone()[:stop], expected)
+    assert own[:stop].sum().item() == pytest.approx(expected.sum().item())
+    own[:1].zero_()
+    own[0] += expected[0]
+    torch.testing.assert_close(own.norm(), model[0].weight.grad.norm())  # type: ignore[union-attr]
+    local = own.to_local()
+    own.add_(torch.ones_like(local), alpha=0.5).neg_().data.mul_(2.0)
+    torch._foreach_add_([own], 0.25)
+    torch.testing.assert_close(own.to_local()[:stop], (-2 * (local + 0.5) + 0.25)[:stop])
+    steps_on(model, optimizer, rank, world_size)
+
+
+def the_wrapped_optimizer_steps(rank: int, world_size: int) -> None:
+    """It would step slices, and leave the model as it is: it is refused at any time, before it has changed any."""
+    model, optimizer = sharded(rank)
+    inner = optimizer.optim
+    before = [p32.clone() for group in inner.param_groups for p32 in group["params"]]
+
+    def check() -> None:
+        with pytest.raises(
+            RuntimeError, match=r"got that of the AdamW.*call optimizer.step\(\), not optimizer.optim.st"
+        ):
+            inner.step()
+
+    check()
+    optimizer.synchronize()
+    check()
+    optimizer.zero_grad()
+    check()
+    after = [p32 for group in inner.param_groups for p32 in group["params"]]
+    assert all(map(torch.equal, before, after))
+    assert not inner.state
+    steps_on(model, optimizer, rank, world_size)
+    del optimizer
+    inner.step()  # nothing has gradients, and nobody else steps it
+
+
+def a_handle_is_kept(rank: int, world_size: int) -> None:
+    """It would tell of another step's gradient: it refuses, whichever way its own was cleared."""
+    model, optimizer = sharded(rank)
+
+    def drop() -> None:
+        model[0].weight.grad = None
+
+    clears = (optimizer.zero_grad, model.zero_grad, drop)
+    for clear in clears:
+        kept: Any = model[0].weight.grad
+        slice_of: Any = optimizer.param_groups[0]["params"][0].grad
+        detached, view = kept.detach(), kept.view(-1)
+        clear()
+        for again in (False, True):
+            if again:
+                optimizer.backward(loss_at(model, 1, rank))
+                assert model[0].weight.grad is not kept
+            for use in (kept.norm, kept.zero_, kept.clone, kept.detach, view.sum, slice_of.zero_, detached.neg_):
+                if again or clear is optimizer.zero_grad or use is kept.norm:  # others clear at the next call
+                    with pytest.raises(RuntimeError, match=r"0.weight: .*p.grad of the present step, got one that was"):
+                        use()
+        steps_on(model, optimizer, rank, world_size)
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+
+
+def nobody_keeps_a_handle(rank: int, world_size: int) -> None:
+    """The same one is shown again, since making another takes time; a history of autograd's isn't kept with it."""
+    model, optimizer = sharded(rank)
+    weight: Any = model[0].weight
+    first = id(weight.grad)
+    for _ in range(3):
+        weight.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+        assert id(weight.grad) == first
+    weight.grad.add_(weight, alpha=0.1)
+    assert weight.grad.requires_grad
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(loss_at(model, 0, rank))
+    assert not weight.grad.requires_grad
+
+
+def detached_values(rank: int, world_size: int) -> None:
+    """``detach()`` keeps the values that it was taken with, over edits and steps; what is written to it is edited."""
+    for options in ({"partition_grad": True}, {"clip_grad_norm": 0.01}, {"cpu_offload": True}):
+        model, optimizer = sharded(rank, **options)
+        weight: Any = model[0].weight
+        whole = weight.grad.full_tensor()
+        kept, data = weight.grad.detach(), weight.grad.data
+        kept.mul_(2)
+        assert torch.equal(weight.grad.full_tensor(), 2 * whole)
+        assert torch.equal(kept.clone(), 2 * whole)
+        assert torch.equal(data.clone(), whole)
+        data.view(-1)[4:].zero_()
+        assert torch.equal(weight.grad.flatten()[:4] + 0, 2 * whole.flatten()[:4])
+        assert not weight.grad.flatten()[4:].any()
+        optimizer.step()
+        optimizer.zero_grad()
+        for step in (1, 2):
+            optimizer.backward(loss_at(model, step, rank))
+            assert torch.equal(kept + 0, 2 * whole)
+            torch.testing.assert_close(kept.norm(), 2 * whole.norm())
+            assert torch.equal(torch.cat([kept.flatten()]), 2 * whole.flatten())
+            assert torch.equal(kept.detach().full_tensor(), 2 * whole)
+            assert bool(kept.isfinite().all())
+        optimizer.step()
+
+
+def in_a_hook(rank: int, world_size: int) -> None:
+    """A hook that runs behind the reduction's start would edit what is reduced later, or nothing."""
+    uses: list[Callable[[Any], Any]] = [
+        lambda p: p.grad.add_(p, alpha=0.1),
+        lambda p: p.grad.add_(0.1 * p.detach()),
+        lambda p: p.grad.mul_(0.5),
+        lambda p: p.grad.norm(),
+        lambda p: p.grad.clone(),
+    ]
+    for use in uses:
+        model = net()
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, reduce_bucket_size=1)
+        hook = model[2].bias.register_post_accumulate_grad_hook(use)
+        for backward in (optimizer.backward, Tensor.backward):
+            with pytest.raises(RuntimeError, match=r"2.bias: expected p.grad to be left alone within a backward, got"):
+                backward(loss_at(model, 0, rank))  # type: ignore[operator]
+            optimizer.zero_grad()
+        hook.remove()
+        steps_on(model, optimizer, rank, world_size)
+
+
+def looked_at_in_a_hook(rank: int, world_size: int) -> None:
+    """The optimizer's ways to ask for gradients are calls that all ranks make, and no hook's."""
+    model, optimizer = sharded(rank)
+    weight: Any = model[0].weight
+    optimizer.zero_grad()
+    looks = (
+        lambda: optimizer.get_param_grad(weight),
+        lambda: optimizer.get_working_grads_by_group_id(0),
+        lambda: optimizer.get_working_grad_by_param_id(id(weight)),
+        lambda: optimizer.get_partitioned_gradients_by_param_id(0, id(weight)),
+    )
+    for look in looks:
+        hook = model[2].weight.register_hook(lambda _, look=look: look())
+        with pytest.raises(RuntimeError, match="expected it outside of backward, got it within one"):
+            optimizer.backward(loss_at(model, 0, rank))
+        hook.remove()
+        optimizer.zero_grad()
+    steps_on(model, optimizer, rank, world_size)
+
+
+def within_ddp(rank: int, world_size: int) -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        model = net()
+        optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
+        wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+        with pytest.raises(
+            RuntimeError, match=r"0.weight: .*DistributedDataParallel: leave that wrapper out, and run the plain"
+        ):
+            optimizer.backward(loss_at(wrapped, 0, rank))
+        optimizer.zero_grad()
+        del wrapped
+
+
+def by_hand(rank: int, world_size: int) -> None:
+    model, optimizer = sharded(rank)
+    weight: Any = model[0].weight
+    for value in (torch.ones(5, 3), weight.grad.detach()):
+        weight.grad = value
+        for call in (optimizer.step, loss_at(model, 1, rank).backward):
+            if call == optimizer.step or isinstance(value, ShardedGradient):  # a backward adds to a plain one
+                with pytest.raises(RuntimeError, match=r"0.weight: .* assigned by hand: .*p.grad.copy_\(tensor\)"):
+                    call()
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+    steps_on(model, optimizer, rank, world_size)
+
+
+def slices_before_a_backward(rank: int, world_size: int) -> None:
+    """A tensor assigned to a slice is not to be added to, nor a gradient that slices' None should have dropped."""
+    model, optimizer = sharded(rank)
+    slices = optimizer.param_groups[0]["params"]
+
+    def plain() -> None:
+        loss_at(model, 1, rank).backward()
+
+    def own() -> None:
+        optimizer.backward(loss_at(model, 1, rank))
+
+    for call, value, how in ((plain, 1.0, "assigned"), (own, 1.0, "assigned"), (plain, None, "set to None")):
+        for p32 in slices:
+            p32.grad = None if value is None else torch.full_like(p32, value)
+        with pytest.raises(RuntimeError, match=rf"expected .grad of its slice .* {how} before .*zero_grad"):
+            call()
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+    steps_on(model, optimizer, rank, world_size)
+
+
 USES = [
     looks,
     one_collective,
@@ -216,8 +501,18 @@ USES = [
     after_synchronize,
     dropped_on_one_rank,
     clipped_where_one_rank_lacks_all,
+    slices_before_a_backward,
+    a_slice_is_read,
+    the_wrapped_optimizer_steps,
+    a_handle_is_kept,
+    nobody_keeps_a_handle,
+    detached_values,
+    in_a_hook,
+    looked_at_in_a_hook,
+    within_ddp,
+    by_hand,
 ]
 
 
 def test_gradients_after_backward(subtests: pytest.Subtests) -> None:
-    check_all(USES, 3, subtests, one_group=True)
+    check_all(USES, RANKS, subtests, one_group=True)
