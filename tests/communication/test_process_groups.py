@@ -24,14 +24,7 @@ from lowlevel_zero.communication.process_groups import side_group
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.deepspeed import full_grads
 from tests.support.ranks import run_ranks
-
-
-@pytest.fixture(params=["shared memory", "messages"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(request.param == "shared memory")))
-
-
-over_ways = pytest.mark.usefixtures("_way")
+from tests.support.several import check_all
 
 
 def net() -> nn.Sequential:
@@ -52,11 +45,8 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 def train(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, steps: int = 2) -> list[Tensor]:
     """The parameters after some steps; in the first one, a rank lacks a gradient, which leads to forecasts."""
     for step in range(steps):
-        left_out = model[1] if step == 0 and rank == 0 else None
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        for layer in model:
-            x = x if layer is left_out else layer(x)
-        optimizer.backward(x.square().mean())
+        layers = [layer for at, layer in enumerate(model) if (at, step, rank) != (1, 0, 0)]
+        optimizer.backward(loss_of(nn.Sequential(*layers), step, rank))
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
@@ -123,15 +113,6 @@ def test_what_some_ranks_alone_have_made_does_not_matter(tmp_path: Path, monkeyp
         assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
-def test_torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks() -> None:
-    def ask(rank: int, world_size: int) -> bool:
-        ShardGroup()
-        torchs = dist.distributed_c10d
-        return torchs._find_pg_by_ranks_and_tag("", [0, 1]) is dist.group.WORLD
-
-    assert run_ranks(ask, 2) == [True, True]
-
-
 # ---- how many there are ----
 
 
@@ -172,10 +153,11 @@ def users(folder: Path, rank: int, **options: Any) -> Iterator[None]:
     yield
 
 
-@over_ways
-def test_there_is_one_beside_each_of_the_callers_however_many_use_it(tmp_path: Path) -> None:
-    """Or two where buffers are messages."""
-    beside = 1 if os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] == "1" else 2
+@pytest.mark.parametrize(("shared", "beside"), [("1", 1), ("0", 2)], ids=["shared memory", "messages"])
+def test_there_are_as_many_beside_each_of_the_callers_however_many_use_them(
+    shared: str, beside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", shared)
 
     def count(rank: int, world_size: int) -> list[tuple[int, int, int]]:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -196,20 +178,26 @@ def test_there_is_one_beside_each_of_the_callers_however_many_use_it(tmp_path: P
         assert levels == 2 * beside  # of the two; that of all ranks is there
 
 
-def test_it_has_the_callers_timeout_and_ends_with_all_groups() -> None:
-    def look(rank: int, world_size: int) -> tuple[float, int]:
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
-        side = side_group(group)
-        assert dist.get_process_group_ranks(side) == [0, 1]
-        timeout = side._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        dist.barrier()
-        dist.destroy_process_group()
-        return timeout, groups()
-
-    assert run_ranks(look, 2) == [(77.0, 0)] * 2
+def torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks(rank: int, world_size: int) -> None:
+    ShardGroup()
+    assert dist.distributed_c10d._find_pg_by_ranks_and_tag("", [0, 1]) is dist.group.WORLD
 
 
-# ---- an order for each ----
+def it_has_the_callers_timeout_and_ends_with_all_groups(rank: int, world_size: int) -> None:
+    side = side_group(dist.new_group([0, 1], timeout=timedelta(seconds=77)))
+    assert dist.get_process_group_ranks(side) == [0, 1]
+    assert side._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77.0
+    dist.barrier()
+    dist.destroy_process_group()
+    assert groups() == 0
+
+
+def test_a_side_group(subtests: pytest.Subtests) -> None:
+    checks = [
+        torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks,
+        it_has_the_callers_timeout_and_ends_with_all_groups,
+    ]
+    check_all(checks, 2, subtests)
 
 
 # ---- a communicator of our own ----
@@ -346,7 +334,7 @@ def test_a_group_that_is_destroyed_breaks_off_what_no_peer_joins(part: bool, mon
             context = optimizer.shard_group.context
             context.end_threads(0.0, context.threads)
         else:
-            time.sleep(3.0)
+            time.sleep(1.5)
         return unraisable, [each.name for each in threading.enumerate() if each.name.startswith("lowlevel_zero")]
 
     assert run_ranks(leave, 2, timeout=30)[0] == ([], [])

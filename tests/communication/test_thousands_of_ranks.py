@@ -142,19 +142,13 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
     return found  # type: ignore[no-any-return]
 
 
-def test_the_store_is_asked_as_often_however_many_ranks_there_are(counts: Counts) -> None:
-    """For each process group whether all have come: one asks six times, if it is the last one."""
+def test_the_store_and_process_groups_are_asked_for_as_often_however_many_ranks_there_are(counts: Counts) -> None:
+    """For each of two groups beyond the caller's whether all have come: one asks six times, if it is the last one."""
     for by_size in counts.values():
         for phases in by_size.values():
-            requests = {phase: asked["store requests"] for phase, asked in phases.items()}
-            assert requests == {"construction": 12, "step": 0, "save": 0, "load": 0}
-
-
-def test_there_are_at_most_two_process_groups_beyond_the_caller_s(counts: Counts) -> None:
-    for backend, groups in (("gloo", 2), ("nccl", 2)):
-        for phases in counts[backend].values():
-            made = {phase: asked["process groups"] for phase, asked in phases.items()}
-            assert made == {"construction": groups, "step": 0, "save": 0, "load": 0}
+            for what, at_first in (("store requests", 12), ("process groups", 2)):
+                asked = {phase: counter[what] for phase, counter in phases.items()}
+                assert asked == {"construction": at_first, "step": 0, "save": 0, "load": 0}, what
 
 
 def test_what_hosts_tell_each_other_grows_with_the_logarithm(counts: Counts) -> None:
