@@ -37,8 +37,7 @@ SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 CPU = torch.device("cpu")
 
 
-# Bytes of slots with a few numbers that peers may not have read yet.
-FEW = 2**15
+FEW = 2**15  # bytes of slots with a few numbers that peers may not have read yet
 
 
 def is_shared(group: ShardGroup) -> bool:
@@ -51,11 +50,6 @@ def group_with_wires(shared: bool = True) -> ShardGroup:
     group.connect()
     assert is_shared(group) == shared
     return group
-
-
-def seen_by_another(own: Memory, **changed: Any) -> None:
-    """Memory of this process as if it were another's, under an address that may be wrong."""
-    map_of(own.address.memory._replace(**changed))
 
 
 def test_an_all_reduce_reads_no_more_with_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +281,10 @@ def test_a_limited_address_space_is_left_to_others() -> None:
 )
 def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason: str) -> None:
     own = Memory(0, range(1), Threads())
-    seen_by_another(own)
+    map_of(own.address.memory)  # as if this process were another
     before = descriptors()
     with pytest.raises((OSError, ValueError), match=reason):
-        seen_by_another(own, **changed)
+        map_of(own.address.memory._replace(**changed))
     assert descriptors() == before
 
 

@@ -186,7 +186,7 @@ class Traced:
             before(it, *args)
             if inside is not None:
                 wait = args[0].wait
-                args = (_Waited(lambda: (wait(), inside())),)
+                args = (Work(lambda: (wait(), inside())),)
             result = method(it, *args)
             then(it)
             return result
@@ -202,7 +202,8 @@ class Traced:
         """As NCCL does, on a stream of its own; who waits for it has its stream wait."""
         point, over = self.network.take(self.api.now)
         self.reduced.append(point)
-        bucket.work = Work(_first(lambda: self.api.now.wait_event(over), bucket.work.wait), tensors=bucket.work.tensors)
+        wait = bucket.work.wait
+        bucket.work = Work(lambda: (self.api.now.wait_event(over), wait())[1], tensors=bucket.work.tensors)
 
     def _assigns(self, *_: Any) -> None:
         assert all(self.api.now.comes_after(point) for point in self.added)
@@ -211,19 +212,6 @@ class Traced:
     def _gathers(self, *_: Any) -> None:
         assert self.api.now is self.home
         assert self.home.comes_after(self.stepped[-1])
-
-
-class _Waited:
-    def __init__(self, wait: Callable[[], Any]) -> None:
-        self.wait = wait
-
-
-def _first(before: Callable[[], Any], method: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def both() -> Tensor:
-        before()
-        return method()
-
-    return both
 
 
 @pytest.mark.parametrize(("producers", "stage"), [(0, 1), (1, 2), (3, 2)])
