@@ -211,7 +211,7 @@ def test_models_and_whole_steps_may_be_compiled_and_backwards_may_not(subtests: 
     ways = ("optimizer.backward", "loss.backward", "backward_pass")
     scripts = {way: step_compiled_whole(way) for way in ways}
     scripts |= {"a model": model_compiled, "compiled autograd": compiled_autograd_refused}
-    check_each({name: Case(script, {}) for name, script in scripts.items()}, subtests)
+    check_each({name: Case(script, {}) for name, script in scripts.items()}, subtests, timeout=100)
 
 
 def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:

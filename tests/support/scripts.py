@@ -97,9 +97,9 @@ class Case(NamedTuple):
     world_size: int = 2
 
 
-def check_each(cases: Mapping[str, Case], subtests: pytest.Subtests) -> None:
+def check_each(cases: Mapping[str, Case], subtests: pytest.Subtests, timeout: float = TIMEOUT) -> None:
     """``check`` of each."""
-    for name, case, ran in trained(cases, train_both, timeout=TIMEOUT):
+    for name, case, ran in trained(cases, train_both, timeout=timeout):
         with subtests.test(name):
             judge(case, ran.values())
 
