@@ -10,23 +10,19 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.saving import Pair, held_writes, linear, names_in, refused
 
 # Crashes
 
@@ -75,23 +71,13 @@ class Fuse:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
-    torch.manual_seed(seed)
-    model = nn.Linear(3, 2)
-    return model, LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model=model)
-
-
-def loaded(path: Path) -> Any:
-    return load_checkpoint(path, *start(2))
-
-
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(every: int, tmp_path: Path) -> None:
     """The former one or, once it is in place, the new one, and no half one; the last save leaves nothing else."""
     run, user, newest_of = tmp_path / "run", tmp_path / "run" / "step-0" / "notes.txt", tmp_path / "newest"
 
     def save(rank: int, world_size: int, step: int, fatal: int) -> None:
-        model, optimizer = start(1)
+        model, optimizer = linear(1)
         if step:
             newest = latest(run)
             assert newest is not None
@@ -99,7 +85,7 @@ def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(every: int, tmp
                 file.write(f"{step - load_checkpoint(newest, model, optimizer)} ")  # the run goes on
             for place in run.iterdir():
                 if (place / "lowlevel_zero.json").exists() and place.suffix != ".tmp":
-                    loaded(place)
+                    load_checkpoint(place, *linear(2))
         if fatal:
             Fuse(run, fatal).light()
         save_checkpoint(run / f"step-{step}", model, optimizer, extra=step, keep=1)
@@ -116,55 +102,38 @@ def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(every: int, tmp
             break
     assert 40 // every < step < 200 // every
     assert {*newest_of.read_text().split()} > {"1", "2"}  # the former one, or the one in whose save it died
-    assert {place.name for place in run.iterdir()} == {"step-0", f"step-{step}"}
+    assert names_in(run) == {"step-0", f"step-{step}"}
     assert list((run / "step-0").iterdir()) == [user]
 
 
 # Full disks
 
 
-@contextmanager
-def full_disk(after: int) -> Iterator[None]:
-    """No file of this process grows beyond ``after`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (after, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(tmp_path: Path) -> None:
+    """At once and in the background."""
 
-
-@pytest.mark.parametrize(("unlucky", "asynchronous"), [(0, False), (1, True)], ids=["now", "async"])
-def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(
-    unlucky: int, asynchronous: bool, tmp_path: Path
-) -> None:
-    def save(rank: int, world_size: int) -> tuple[str, Any, list[str]]:
+    def save(rank: int, world_size: int, unlucky: int, run: Path) -> tuple[str, Any, set[str]]:
         pair = Training().start().train(BEFORE, rank, world_size)
-        run = tmp_path / "run"
         save_checkpoint(run / "former", pair.model, pair.optimizer, extra="former")
-        message = ""
-        began = time.monotonic()
-        with full_disk(10000 if rank == unlucky else 2**30):
-            try:
-                save_checkpoint(run / "new", pair.model, pair.optimizer, async_save=asynchronous).wait()
-            except RuntimeError as error:
-                message = str(error)
-        assert time.monotonic() - began < 10
+        limits, new, in_background = resource.getrlimit(resource.RLIMIT_FSIZE), run / "new", unlucky == 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10000 if rank == unlucky else 2**30, limits[1]))
+        message = refused(lambda: save_checkpoint(new, pair.model, pair.optimizer, async_save=in_background).wait())
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.barrier()
-        left = [place.name for place in run.iterdir()]
+        left = names_in(run)
         former = load_checkpoint(run, pair.model, pair.optimizer)
         save_checkpoint(run / "new", pair.model, pair.optimizer, extra="later")
         return message, (former, load_checkpoint(run, pair.model, pair.optimizer)), left
 
-    for message, extras, left in run_ranks(save, 2):
-        assert f"rank {unlucky}: OSError: [Errno {errno.EFBIG}]" in message
-        assert extras == ("former", "later")
-        assert left == ["former"]
+    for (unlucky, _), ran in run_cases(save, 2, [(rank, tmp_path / str(rank)) for rank in range(2)]):
+        for message, extras, left in ran.values():
+            assert f"rank {unlucky}: OSError: [Errno {errno.EFBIG}]" in message
+            assert extras == ("former", "later")
+            assert left == {"former"}
 
 
-def test_a_failure_of_the_last_rename_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_last_rename_leaves_nothing(tmp_path: Path) -> None:
     def save(rank: int, world_size: int) -> str:
-        pair = Training().start()
         rename = os.rename
 
         def fail(source: Any, target: Any) -> None:
@@ -172,10 +141,8 @@ def test_a_failure_of_the_last_rename_leaves_nothing(tmp_path: Path, monkeypatch
                 raise OSError(errno.ENOSPC, "No space left on device")
             rename(source, target)
 
-        monkeypatch.setattr(os, "rename", fail)
-        with pytest.raises(RuntimeError) as caught:
-            save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
-        return str(caught.value)
+        patch_rank(os, "rename", fail)
+        return refused(lambda: save_checkpoint(tmp_path / "a", *linear()))
 
     for message in run_ranks(save, 2):
         assert "a: the checkpoint could not be written. rank 0: OSError: [Errno 28] No space left on device" in message
@@ -194,31 +161,27 @@ def fail_to_sync(folder: Path, number: int) -> None:
     patch_rank(os, "fsync", fail)
 
 
-def test_a_file_system_that_syncs_no_directories_will_do(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> None:
-        fail_to_sync(tmp_path, errno.EINVAL)
-        save_checkpoint(tmp_path / "a", *start(0))
-
-    run_ranks(save, 2)
-    assert latest(tmp_path) == tmp_path / "a"
-
-
 def test_a_directory_that_fails_to_sync_at_the_end_is_told_as_it_is(tmp_path: Path) -> None:
-    """The checkpoint is in its place by then, and older ones stay."""
+    """The checkpoint is in its place by then, and older ones stay. A file system that syncs no directories will do."""
+    run, unable = tmp_path / "run", tmp_path / "unable"
+    unable.mkdir()
 
     def save(rank: int, world_size: int) -> tuple[str, Any]:
-        model, optimizer = start(0)
-        save_checkpoint(tmp_path / "old", model, optimizer, extra="old")
-        fail_to_sync(tmp_path, errno.EIO)
-        with pytest.raises(RuntimeError) as caught:
-            save_checkpoint(tmp_path / "a", model, optimizer, extra="new", keep=1)
-        return str(caught.value), load_checkpoint(tmp_path, model, optimizer)
+        pair = linear()
+        fail_to_sync(unable, errno.EINVAL)
+        save_checkpoint(unable / "a", *pair)
+        save_checkpoint(run / "old", *pair, extra="old")
+        fail_to_sync(run, errno.EIO)
+        message = refused(lambda: save_checkpoint(run / "a", *pair, extra="new", keep=1))
+        return message, load_checkpoint(run, *pair)
 
     for message, extra in run_ranks(save, 2):
-        assert f"{tmp_path}/a: the checkpoint is in its place, but a crash of the machine may lose it." in message
+        told = f"RuntimeError: {run}/a: the checkpoint is in its place, but a crash of the machine may lose it."
+        assert message.startswith(told)
         assert "rank 0: NotSynced: [Errno 5] Input/output error" in message
         assert extra == "new"
-    assert {place.name for place in tmp_path.iterdir()} == {"old", "a"}
+    assert names_in(run) == {"old", "a"}
+    assert latest(unable) == unable / "a"
 
 
 # Asynchronous saves
@@ -228,20 +191,13 @@ def test_what_an_asynchronous_save_writes_is_the_state_at_the_call(tmp_path: Pat
     """Writing waits here until training has gone on."""
 
     def save(rank: int, world_size: int) -> tuple[bool, list[str]]:
-        goes_on = threading.Event()
-        write = storage.CheckpointWriter.write_share
-
-        def held(writer: Any, claimed: Any) -> Any:
-            assert goes_on.wait(20)
-            return write(writer, claimed)
-
-        patch_rank(storage.CheckpointWriter, "write_share", held)
         pair = Training(dtype=torch.bfloat16).start().train(BEFORE, rank, world_size)
-        saving = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
+        with held_writes() as writes:
+            saving = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
         at_call = pair.whole()
         pair.train(AFTER, rank, world_size)
         early = saving.done() or (tmp_path / "a").exists()
-        goes_on.set()
+        writes.goes_on.set()
         assert saving.wait() == saving.result() == tmp_path / "a"
         assert saving.done()
         again = Training(dtype=torch.bfloat16).start(seed=3)
@@ -251,179 +207,115 @@ def test_what_an_asynchronous_save_writes_is_the_state_at_the_call(tmp_path: Pat
     assert run_ranks(save, 3) == [(False, [])] * 3
 
 
-def test_further_saves_and_loads_wait_for_an_asynchronous_one(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> Any:
-        pair = Training().start()
-        write = storage.CheckpointWriter.write_share
+def test_destroying_the_group_under_an_asynchronous_save_never_leaves_half_a_checkpoint(tmp_path: Path) -> None:
+    """Before anything is written, and while it is."""
 
-        def slow(writer: Any, claimed: Any) -> Any:
-            time.sleep(0.3)
-            return write(writer, claimed)
-
-        patch_rank(storage.CheckpointWriter, "write_share", slow)
-        first = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, extra=1, async_save=True)
-        second = save_checkpoint(tmp_path / "b", pair.model, pair.optimizer, extra=2, async_save=True)
-        done = first.done()
-        extra = load_checkpoint(tmp_path / "b", pair.model, pair.optimizer)
-        return done, second.done(), extra
-
-    assert run_ranks(save, 2) == [(True, True, 2)] * 2
-
-
-def test_the_interpreter_s_end_waits_for_an_asynchronous_save(tmp_path: Path) -> None:
-    script = f"""
-import time, torch, torch.distributed as dist
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import save_checkpoint, storage
-dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
-model = torch.nn.Linear(2, 2)
-optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-write = storage.CheckpointWriter.write_share
-storage.CheckpointWriter.write_share = lambda *args: (time.sleep(0.5), write(*args))[1]
-save_checkpoint("{tmp_path}/a", model, optimizer, extra="there", async_save=True)
-print("the end")
-"""
-    command = [sys.executable, "-c", script]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "the end\n"
-    assert run_ranks(lambda rank, world_size: load_small(tmp_path / "a"), 1) == ["there"]
-
-
-@pytest.mark.parametrize("started", [False, True], ids=["before it starts", "while it writes"])
-def test_destroying_the_group_under_an_asynchronous_save_never_leaves_half_a_checkpoint(
-    started: bool, tmp_path: Path
-) -> None:
-    def save(rank: int, world_size: int) -> tuple[str, Any]:
-        goes_on, planned = threading.Event(), threading.Event()
-        begin = storage.CheckpointWriter.write
-        write = storage.CheckpointWriter.write_share
-
-        def late(writer: Any) -> Any:
-            assert started or goes_on.wait(20)
-            return begin(writer)
-
-        def held(writer: Any, claimed: Any) -> Any:
-            planned.set()
-            assert goes_on.wait(20)
-            return write(writer, claimed)
-
-        patch_rank(storage.CheckpointWriter, "write", late)
-        patch_rank(storage.CheckpointWriter, "write_share", held)
-        pair = Training().start().train(BEFORE, rank, world_size)
-        under_way = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
-        assert not started or planned.wait(20)
+    def save(rank: int, world_size: int, part: str) -> tuple[str, Any]:
+        path = tmp_path / part / "a"
+        with held_writes(part) as writes:
+            under_way = save_checkpoint(path, *linear(), async_save=True)
         dist.destroy_process_group()
-        goes_on.set()
-        with pytest.raises(RuntimeError, match="could not be written") as caught:
-            under_way.wait()
-        return str(caught.value), latest(tmp_path)
+        writes.goes_on.set()
+        return refused(under_way.wait), latest(path)
 
-    for message, found in run_ranks(save, 2):
-        assert "destroy_process_group was called before all was written: call wait() first" in message
-        assert found is None
-
-
-def load_small(path: Path) -> Any:
-    model = nn.Linear(2, 2)
-    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-    return load_checkpoint(path, model, optimizer)
+    for _, ran in run_cases(save, 2, [("write",), ("write_share",)]):
+        for message, found in ran.values():
+            assert message.startswith("RuntimeError")
+            assert "destroy_process_group was called before all was written: call wait() first" in message
+            assert found is None
 
 
 # Asynchronous saves that fail
 
 
-def failing_save(folder: Path, unlucky: int, rank: int) -> Any:
-    """An asynchronous save that can't be written on one rank; and the model and optimizer."""
-    pair = start(0)
-    if rank == unlucky:
+def failed_save(folder: Path, unlucky: int, rank: int) -> tuple[Any, Pair]:
+    """An asynchronous save that couldn't be written on one rank; and the model and optimizer."""
+    pair = linear()
 
-        def fail(*_: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch_rank(storage.CheckpointWriter, "write_share", fail)
-    return save_checkpoint(folder / "lost", *pair, async_save=True), pair
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == unlucky:
+            patch.setattr(storage.CheckpointWriter, "write_share", fail)
+        saving = save_checkpoint(folder / "lost", *pair, async_save=True)
+        while not saving.done():
+            time.sleep(0.01)
+    return saving, pair
 
 
-@pytest.mark.parametrize(("call", "unlucky"), [(save_checkpoint, 0), (load_checkpoint, 1)])
-def test_a_failed_asynchronous_save_raises_in_the_next_call_and_only_there(
-    call: Any, unlucky: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("call", "unlucky", "told_on"), [("save", 0, ()), ("load", 1, ()), ("save", 1, (0, 1)), ("save", 1, (0,))]
+)
+def test_a_failed_asynchronous_save_raises_in_the_next_call_unless_all_have_been_told(
+    call: str, unlucky: int, told_on: tuple[int, ...], tmp_path: Path
 ) -> None:
-    def run(rank: int, world_size: int) -> list[str]:
-        save_checkpoint(tmp_path / "there", *start(0))
-        write = storage.CheckpointWriter.write_share
-        saving, pair = failing_save(tmp_path, unlucky, rank)
-        name = "next" if call is save_checkpoint else "there"
-        with pytest.raises(RuntimeError) as caught:
-            call(tmp_path / name, *pair)
-        assert saving.done()
-        patch_rank(storage.CheckpointWriter, "write_share", write)
-        call(tmp_path / name, *pair)
-        return str(caught.value)
-
-    for told in run_ranks(run, 2):
-        assert f"{tmp_path}/lost: the checkpoint could not be written. rank {unlucky}: OSError: [Errno 28]" in told
-
-
-@pytest.mark.parametrize("told_on", [(0, 1), (0,)])
-def test_a_failure_that_one_has_waited_for_is_raised_to_the_others(told_on: tuple[int, ...], tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> None:
-        write = storage.CheckpointWriter.write_share
-        saving, pair = failing_save(tmp_path, 1, rank)
+    def run(rank: int, world_size: int) -> str:
+        save_checkpoint(tmp_path / "there", *linear())
+        saving, pair = failed_save(tmp_path, unlucky, rank)
         if rank in told_on:
             with pytest.raises(RuntimeError, match="No space left"):
                 saving.wait()
-        while not saving.done():
-            time.sleep(0.01)
-        patch_rank(storage.CheckpointWriter, "write_share", write)
-        raises = pytest.raises(RuntimeError, match="No space left")
-        with raises if len(told_on) < world_size else nullcontext():
-            save_checkpoint(tmp_path / "next", *pair)
 
-    run_ranks(run, 2)
+        def act() -> None:
+            save_checkpoint(tmp_path / "next", *pair) if call == "save" else load_checkpoint(tmp_path / "there", *pair)
+
+        told = "" if len(told_on) == world_size else refused(act)
+        act()
+        return told
+
+    for told in run_ranks(run, 2):
+        lost = f"{tmp_path}/lost: the checkpoint could not be written. rank {unlucky}: OSError: [Errno 28]"
+        assert len(told_on) == 2 or (told.startswith("RuntimeError: ") and lost in told)
 
 
-END = """
-import sys, torch, torch.distributed as dist
-from lowlevel_zero import LowLevelZeroOptimizer
+ENDS = """
+import os, sys, time, torch, torch.distributed as dist
 from lowlevel_zero.checkpoint import save_checkpoint, storage
-dist.init_process_group("gloo", init_method="file://{folder}/store", rank=0, world_size=1)
-model = torch.nn.Linear(2, 2)
-optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-storage.CheckpointWriter.write_share = lambda *args: open("/nowhere/to/be/found")
-saving = save_checkpoint("{folder}/a", model, optimizer, async_save=True)
-if {waits}:
+from tests.support.saving import linear
+
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports, which takes seconds, here and not in each fork
+folder = sys.argv[1]
+for end in ("slow", "lost", "known"):
+    if os.fork() == 0:
+        break
+    print(end, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+else:
+    sys.exit()
+os.dup2(os.open(f"{folder}/{end}.log", os.O_CREAT | os.O_WRONLY), 2)
+dist.init_process_group("gloo", init_method=f"file://{folder}/{end}.store", rank=0, world_size=1)
+write = storage.CheckpointWriter.write_share if end == "slow" else lambda *args: open("/nowhere/to/be/found")
+storage.CheckpointWriter.write_share = lambda *args: (time.sleep(0.5), write(*args))[1]
+saving = save_checkpoint(f"{folder}/{end}", *linear(), extra="there", async_save=True)
+if end == "known":
     try:
         saving.wait()
     except RuntimeError:
         pass
 del saving
-dist.destroy_process_group() if {waits} else None
+if end == "known":
+    dist.destroy_process_group()
 print("the end")
 """
 
 
-@pytest.mark.parametrize(("waits", "code"), [(False, 120), (True, 0)])
-def test_a_failed_asynchronous_save_fails_the_process_unless_somebody_knows(
-    waits: bool, code: int, tmp_path: Path
-) -> None:
-    script = END.format(folder=tmp_path, waits=waits)
-    command, root = [sys.executable, "-c", script], Path(__file__).parents[2]
+def test_the_interpreter_s_end_waits_for_an_asynchronous_save_and_fails_unless_somebody_knows(tmp_path: Path) -> None:
+    """Three processes: one writes slowly, one fails to write, and one has noticed that."""
+    command, root = [sys.executable, "-c", ENDS, str(tmp_path)], Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
-    assert done.returncode == code, done.stderr
-    assert done.stdout == "the end\n"
-    assert ("nobody has waited for it: " in done.stderr) == (code != 0)
+    codes = {"slow": 0, "lost": 120, "known": 0}
+    logs = {end: (tmp_path / f"{end}.log").read_text() for end in codes}
+    assert done.stdout == "".join(f"the end\n{end} {code}\n" for end, code in codes.items()), (done.stderr, logs)
+    assert {end for end, log in logs.items() if "nobody has waited for it: " in log} == {"lost"}
+    assert run_ranks(lambda rank, world_size: load_checkpoint(tmp_path / "slow", *linear()), 1) == ["there"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_failed_asynchronous_save_fails_processes_of_multiprocessing_too(method: str, tmp_path: Path) -> None:
-    script = END.format(folder=tmp_path, waits=False).replace("{", "{{").replace("}", "}}")
-    process = multiprocessing.get_context(method).Process(target=_run_script, args=(script,))
+def test_a_failed_asynchronous_save_fails_processes_of_multiprocessing_too(tmp_path: Path) -> None:
+    def lose(rank: int = 0) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        failed_save(tmp_path, 0, rank)
+
+    process = multiprocessing.get_context("fork").Process(target=lose)
     process.start()
     process.join(60)
     assert process.exitcode == 1
-
-
-def _run_script(script: str) -> None:
-    exec(script, {})
