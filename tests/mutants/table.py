@@ -403,7 +403,7 @@ MUTANTS = [
         FOLDERS,
         "each.head else math.inf, reverse=True",
         "each.head else math.inf",
-        "tests/checkpoint/test_checkpoint.py",
+        "tests/checkpoint/test_checkpoint_folders.py",
     ),
     # what callers do to parameters and gradients
     Mutant(
