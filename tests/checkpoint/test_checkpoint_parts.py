@@ -1,15 +1,17 @@
-"""What is each rank's own comes back to it; what is frozen may be left out."""
+"""What is each rank's own comes back to it; what is frozen may be left out; of buffers there are those of one rank."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.tensor  # here once, not in every forked rank
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,46 +19,52 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, read_rank_state, save_checkpoint
 from tests.support.checkpoints import differences, logged
+from tests.support.grid import Grid
 from tests.support.ranks import run_ranks
+from tests.support.saving import (
+    Keeping,
+    Pair,
+    adamw,
+    check_refused,
+    held,
+    linear,
+    load_by,
+    momentum,
+    refused,
+    save_by,
+    train,
+    wrapped,
+)
 
 # Each rank's own state
 
 
-def start(seed: int = 0) -> tuple[nn.Module, LowLevelZeroOptimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    return model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
-
-
-def train(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
+def train_by_chance(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
     """By the random numbers of this rank."""
     for _ in range(2):
-        optimizer.backward(model(torch.randn(8, 4) * random.random()).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, scale=random.random() + torch.rand(()).item())
     return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "async"])
 def test_a_run_goes_on_with_each_rank_s_own_random_numbers(in_background: bool, tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> list[str]:
-        pair = start()
+        pair, fresh = linear(), linear(7)
         torch.manual_seed(rank)
         random.seed(rank)
-        train(*pair)
+        train_by_chance(*pair)
         own = {"torch": torch.get_rng_state(), "python": random.getstate(), "batches": [rank, 5]}
         saving = save_checkpoint(tmp_path / "a", *pair, rank_state=own, extra="all's", async_save=in_background)
         own["batches"] = "changed later"
-        expected = train(*pair)
+        expected = train_by_chance(*pair)
         saving.wait()
-        fresh = start(seed=7)
         state: dict[str, Any] = {"left": "over"}
         assert load_checkpoint(tmp_path / "a", *fresh, rank_state=state) == "all's"
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         assert state.keys() == {"torch", "python", "batches"}
         assert state["batches"] == [rank, 5]
-        return differences(expected, train(*fresh))
+        return differences(expected, train_by_chance(*fresh))
 
     assert run_ranks(run, 3) == [[]] * 3
     assert read_rank_state(tmp_path / "a", 2)["batches"] == [2, 5]
@@ -66,13 +74,13 @@ def test_a_run_goes_on_with_each_rank_s_own_random_numbers(in_background: bool, 
 
 def test_who_is_given_what_at_another_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def save(rank: int, world_size: int) -> None:
-        pair = start()
+        pair = linear()
         save_checkpoint(tmp_path / "all", *pair, rank_state={"rank": rank})
         save_checkpoint(tmp_path / "some", *pair, rank_state={"rank": rank} if rank else None)
         save_checkpoint(tmp_path / "none", *pair)
 
     def load(rank: int, world_size: int) -> Any:
-        pair, given, told = start(), [], []
+        pair, given, told = linear(), [], []
         for name in ("all", "some", "none"):
             state: dict[str, Any] = {}
             with logged() as lines:
@@ -108,45 +116,31 @@ def test_who_is_given_what_at_another_number_of_ranks(tmp_path: Path, capsys: py
 
 
 def test_states_that_would_not_come_back_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> list[str]:
-        pair = start()
-        told = []
+    def run(rank: int, world_size: int) -> None:
+        pair = linear()
         state: dict[str, Any] = {"here": 1}
         bad: Any = [3]
         save_checkpoint(tmp_path / "a", *pair, rank_state={"rank": rank})
         if rank == 0:
             file = tmp_path / "a" / "rank_1.pt"
             file.write_bytes(bytes(file.stat().st_size))
-        for attempt in (
-            lambda: save_checkpoint(tmp_path / "b", *pair, rank_state={"path": tmp_path} if rank else {}),
-            lambda: save_checkpoint(tmp_path / "b", *pair, rank_state=bad),
-            lambda: load_checkpoint(tmp_path / "a", *pair, rank_state=bad),
-            lambda: load_checkpoint(tmp_path / "a", *pair, rank_state=state),
-            lambda: load_checkpoint(tmp_path / "a", *pair, rank_state=state, verify=False),
-        ):
-            with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-                attempt()
-            told.append(str(caught.value))
+        check_refused(
+            {
+                "rank_state['path']: expected what torch.load": (
+                    lambda: save_checkpoint(tmp_path / "b", *pair, rank_state={"path": tmp_path} if rank else {})
+                ),
+                "rank_state: expected a dict, got list": lambda: save_checkpoint(tmp_path / "b", *pair, rank_state=bad),
+                "expected a dict, got list": lambda: load_checkpoint(tmp_path / "a", *pair, rank_state=bad),
+                ("", "rank_1.pt is not what was written"): (
+                    lambda: load_checkpoint(tmp_path / "a", *pair, rank_state=state)
+                ),
+                ("", "rank_1.pt"): lambda: load_checkpoint(tmp_path / "a", *pair, rank_state=state, verify=False),
+            },
+            rank,
+        )
         assert state == {"here": 1}
-        return told
 
-    first, second = run_ranks(run, 2)
-    for one, other, part in zip(
-        first,
-        second,
-        (
-            "rank_state['path']: expected what torch.load",
-            "expected a dict, got list",
-            "expected a dict, got list",
-            "",
-            "",
-        ),
-        strict=True,
-    ):
-        assert part in one
-        assert part in other
-    assert "rank_1.pt is not what was written" in second[3]
-    assert "rank_1.pt" in second[4]
+    run_ranks(run, 2)
     assert not (tmp_path / "b").exists()
 
 
@@ -163,27 +157,19 @@ class Adapted(nn.Module):
         self.again.weight = self.base[0].weight
         self.down, self.up = nn.Linear(64, 2, bias=False), nn.Linear(2, 64, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.up(self.down(x))
-        return out.square().mean()
-
 
 FROZEN = ["base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"]
 
 
-def adapted(seed: int, in_groups: bool = False, thaw: str = "") -> tuple[Adapted, LowLevelZeroOptimizer]:
+def adapted(seed: int, in_groups: bool = False, thaw: str = "") -> Pair:
     torch.manual_seed(seed)
     model = Adapted()
+    model.base[1].running_mean.fill_(float(seed))
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad or name == thaw)
-    trained = [p for p in model.parameters() if p.requires_grad or in_groups]
-    return model, LowLevelZeroOptimizer(torch.optim.AdamW(trained), model=model, partition_grad=True)
-
-
-def one_step(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-    optimizer.backward(model(torch.randn(4, 64)))
-    optimizer.step()
-    optimizer.zero_grad()
+    if not in_groups:
+        return wrapped(model, adamw, partition_grad=True)
+    return model, LowLevelZeroOptimizer(adamw(model.parameters()), model=model, partition_grad=True)
 
 
 @pytest.mark.parametrize("in_groups", [False, True], ids=["not the optimizer's", "frozen in the optimizer"])
@@ -192,7 +178,7 @@ def test_frozen_parameters_are_left_out_and_the_model_brings_them(
 ) -> None:
     def save(rank: int, world_size: int) -> Any:
         model, optimizer = adapted(0, in_groups)
-        one_step(model, optimizer)
+        train(model, optimizer)
         save_checkpoint(tmp_path / "all", model, optimizer)
         save_checkpoint(tmp_path / "small", model, optimizer, exclude_frozen=True)
         return dict(model.state_dict()), optimizer.state_dict()
@@ -234,37 +220,224 @@ def test_frozen_parameters_are_left_out_and_the_model_brings_them(
 
 
 def test_what_a_small_checkpoint_cannot_give_is_refused_by_name(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> list[str]:
-        model, optimizer = adapted(0)
-        save_checkpoint(tmp_path / "small", model, optimizer, exclude_frozen=True)
-        told = []
-        thawed = adapted(1, thaw="base.0.bias")
-        without = adapted(1)
+    def run(rank: int, world_size: int) -> None:
+        save_checkpoint(tmp_path / "small", *adapted(0), exclude_frozen=True)
+        without, reshaped, more = adapted(1), adapted(1), adapted(1)
         without[0].base[0].bias = None
-        reshaped = adapted(1)
         reshaped[0].base[0].bias = nn.Parameter(torch.zeros(3), requires_grad=False)
-        more = adapted(1)
         more[0].more = nn.Linear(2, 2).requires_grad_(False)
-        for pair in (thawed, without, reshaped, more):
-            with pytest.raises(ValueError, match="base.0.bias|more.weight") as caught:
-                load_checkpoint(tmp_path / "small", *pair)
-            told.append(str(caught.value))
-        return told
+        for pair, told in (
+            (adapted(1, thaw="base.0.bias"), "base.0.bias: expected it frozen, since the checkpoint was saved without"),
+            (without, "base.0.bias: the checkpoint has it, the model doesn't"),
+            (reshaped, "base.0.bias: expected (3,), the checkpoint has (64,)"),
+            (more, "more.weight: the model has it, the checkpoint doesn't"),
+        ):
+            assert refused(lambda: load_checkpoint(tmp_path / "small", *pair)).startswith(f"ValueError: {told}")  # noqa: B023
 
-    for thawed, without, reshaped, more in run_ranks(run, 2):
-        assert "base.0.bias: expected it frozen, since the checkpoint was saved without it" in thawed
-        assert "base.0.bias: the checkpoint has it, the model doesn't" in without
-        assert "base.0.bias: expected (3,), the checkpoint has (64,)" in reshaped
-        assert "more.weight: the model has it, the checkpoint doesn't" in more
+    run_ranks(run, 2)
 
 
-def test_what_no_optimizer_trains_but_requires_gradients_stays_in(tmp_path: Path) -> None:
+# Buffers: ranks may have different values
+
+
+WIDTH = 7
+
+
+class Buffered(nn.Module):
+    """Buffers of several dtypes and memory orders, a tied one, and one that isn't saved; and state of its own."""
+
+    def __init__(self, seed: int = 0, order: torch.memory_format = torch.contiguous_format) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inward, self.norm, self.counter = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Keeping(seed)
+        self.conv = nn.Conv2d(2, 4, 2).to(memory_format=order)
+        self.frozen = nn.Conv2d(2, 3, 2).to(memory_format=order).requires_grad_(False)
+        self.register_buffer("order", torch.arange(WIDTH))
+        self.register_buffer("mask", torch.zeros(WIDTH, dtype=torch.bool))
+        self.register_buffer("turned", torch.zeros(3, 5).t())
+        self.register_buffer("low", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.again = nn.Module()
+        self.again.register_buffer("order", self.order)
+
+    @torch.no_grad()
+    def differ(self, rank: int) -> None:
+        """Give all buffers values of this rank."""
+        torch.manual_seed(rank)
+        self.norm(torch.randn(9, WIDTH))
+        self.order.copy_(torch.randperm(WIDTH))
+        self.mask.copy_(torch.rand(WIDTH) < 0.5)
+        for buffer in (self.turned, self.low, self.scratch):
+            buffer.copy_(torch.randn(buffer.shape))
+        self.count.fill_(rank + 1)
+
+
+def trained_apart(rank: int, **options: Any) -> Pair:
+    """A model that has been trained, and whose buffers are this rank's."""
+    model, optimizer = wrapped(Buffered(), steps=1, **options)
+    model.differ(rank)
+    return model, optimizer
+
+
+def copied(tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors if isinstance(tensor, Tensor)}
+
+
+WAYS = ("checkpoint", "checkpoint, async", "torch's, optimizer first", "torch's, async")
+
+
+@pytest.mark.parametrize(("form", "world_size", "later"), [("flat", 3, (1, 2, 3)), ("hybrid", 4, (2,))])
+def test_a_checkpoint_has_the_first_rank_s_buffers(
+    form: str, world_size: int, later: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Whichever way it is saved; replicas of a slice write no buffers either. Our own saves change none."""
+
+    def save(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
+        saved = {}
+        options = {} if form == "flat" else Grid.of(rank, (2, 2)).options(form)
+        for way in WAYS:
+            model, optimizer = trained_apart(rank, **options)
+            saved[way] = copied(model.state_dict().items())
+            save_by(way, tmp_path / way, model, optimizer)
+            if way.startswith("checkpoint"):
+                assert differences(saved[way], copied(model.state_dict().items())) == []
+        return saved
+
+    def load(rank: int, world_size: int) -> None:
+        for way in WAYS:
+            model, optimizer = wrapped(Buffered(5))
+            model.differ(rank + 7)
+            scratch = model.scratch.clone()
+            load_by(way, tmp_path / way, model, optimizer)
+            assert differences(first[way], copied(model.state_dict().items()), at=way) == []
+            assert torch.equal(scratch, model.scratch)
+
+    first, *others = run_ranks(save, world_size)
+    means = [each["checkpoint"]["norm.running_mean"] for each in (first, *others)]
+    assert not any(torch.equal(means[0], other) for other in means[1:])
+    for number in later:
+        run_ranks(load, number)
+    assert main(["consolidate", str(tmp_path / "checkpoint"), str(tmp_path / "out")]) == 0
+    assert differences(first["checkpoint"], load_file(tmp_path / "out" / "model.safetensors")) == []
+
+
+def test_other_memory_orders_and_expanded_buffers_are_loaded(tmp_path: Path) -> None:
+    def start(seed: int, order: torch.memory_format, steps: int) -> Pair:
+        model = Buffered(seed, order)
+        model.register_buffer("wide", torch.full((1,), float(seed)).expand(4))
+        return wrapped(model, adamw, steps, partition_grad=True)
+
+    def save(rank: int, world_size: int) -> Any:
+        pair = start(1, torch.channels_last, 2)
+        save_checkpoint(tmp_path / "a", *pair)
+        return held(*pair)
+
+    expected = run_ranks(save, 2)[0]
+
+    def load(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for order in (torch.channels_last, torch.contiguous_format):
+            model, optimizer = start(7, order, 0)
+            load_checkpoint(tmp_path / "a", model, optimizer)
+            assert model.counter.kept == 1
+            assert model.wide.stride() == (0,)
+            wrong += differences(expected, held(model, optimizer), at=str(order))
+        return wrong
+
+    assert run_ranks(load, 3) == [[]] * 3
+
+
+def test_buffers_of_experts_are_their_group_s_first_rank_s(tmp_path: Path) -> None:
+    def made(rank: int) -> Pair:
+        expert = nn.ModuleDict({str(rank % 2): nn.BatchNorm1d(WIDTH)})
+        model = nn.ModuleDict({"shared": nn.BatchNorm1d(WIDTH), "expert": expert})
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        return wrapped(model, pg_to_param_list={groups[rank % 2]: list(model.expert.parameters())})
+
+    def save_and_load(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        found = []
+        for way in ("checkpoint", "torch's"):
+            model, optimizer = made(rank)
+            for each in model.modules():
+                if isinstance(each, nn.BatchNorm1d):
+                    each.running_mean.fill_(rank + 1.0)
+                    each.num_batches_tracked.fill_(rank + 1)
+            before = copied(model.named_buffers())
+            save_by(way, tmp_path / way, model, optimizer)
+            other, its_optimizer = made(rank)
+            load_by(way, tmp_path / way, other, its_optimizer)
+            found.append((before, copied(other.named_buffers())))
+        return found
+
+    for of_way in zip(*run_ranks(save_and_load, 4), strict=True):
+        for rank, (_, its) in enumerate(of_way):
+            expected = {name: of_way[rank % 2 if name.startswith("expert") else 0][0][name] for name in its}
+            assert differences(expected, its) == []
+
+
+def test_parameters_that_no_optimizer_trains_are_the_first_rank_s(tmp_path: Path) -> None:
+    """Code of the caller's may change them on each rank by itself, frozen ones too."""
+
+    def made(value: float) -> Pair:
+        model = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+        model[2].requires_grad_(False)
+        optimizer = LowLevelZeroOptimizer(momentum(model[0].parameters()), model=model)
+        for each in model[1:]:
+            each.weight.detach().fill_(value)
+        return model, optimizer
+
+    def save_and_load(rank: int, world_size: int) -> list[float]:
+        saved, loaded = made(rank + 1.0), made(9.0)
+        save_checkpoint(tmp_path / "a", *saved)
+        load_checkpoint(tmp_path / "a", *loaded)
+        values = [[pair[0][at].weight.unique().tolist() for at in (1, 2)] for pair in (saved, loaded)]
+        assert values[0] == [[rank + 1.0]] * 2
+        return values[1]
+
+    assert run_ranks(save_and_load, 3) == [[[1.0]] * 2] * 3
+
+
+def test_tensors_among_extra_states_are_the_first_rank_s_for_torch_s_tools(tmp_path: Path) -> None:
     def save(rank: int, world_size: int) -> None:
-        model = Adapted()
-        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW([model.up.weight]), model=model)
-        save_checkpoint(tmp_path / "a", model, optimizer, exclude_frozen=True)
+        kept = (Keeping(torch.full((3,), float(rank))) for _ in range(4))
+        save_checkpoint(tmp_path / "a", *wrapped(nn.Sequential(*kept, nn.Linear(2, 2))))
 
-    run_ranks(save, 2)
-    manifest = read_manifest(tmp_path / "a")
-    assert list(manifest.excluded) == FROZEN
-    assert manifest.tensors["down.weight"].kind == "untrained"
+    def read(rank: int, world_size: int) -> list[float]:
+        states = {f"{at}._extra_state": torch.full((3,), 9.0) for at in range(4)}
+        dcp.load({"model": states}, checkpoint_id=tmp_path / "a")
+        return [each.sum().item() for each in states.values()]
+
+    run_ranks(save, 3)
+    assert run_ranks(read, 1) == [[0.0] * 4]
+
+
+def test_tensors_among_extra_states_may_lie_in_any_memory_order_or_be_conjugated(tmp_path: Path) -> None:
+    """And so may buffers, saved at once and in the background. They are saved as they are read."""
+    values = {
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "with gaps": torch.arange(12).view(3, 4)[:, ::2],
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 3),
+        "nested": [torch.arange(4).view(2, 2).t(), {"empty": {}, "list": []}],
+        "conjugated": torch.polar(torch.ones(2), torch.arange(1.0, 3.0)).conj(),
+    }
+    waves = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+    assert waves.is_conj()
+
+    def made(kept: Any) -> Pair:
+        model = nn.Sequential(nn.Linear(2, 2), Keeping(kept))
+        model.register_buffer("waves", torch.zeros(4, dtype=torch.complex64))
+        return wrapped(model)
+
+    def save_and_load(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for way in ("checkpoint", "checkpoint, async"):
+            saved, loaded = made(values), made({})
+            saved[0].waves = waves
+            save_by(way, tmp_path / way, *saved)
+            load_by(way, tmp_path / way, *loaded)
+            wrong += differences([values, waves], [loaded[0][1].kept, loaded[0].waves], at=way)
+        return wrong
+
+    assert run_ranks(save_and_load, 2) == [[]] * 2
