@@ -1,88 +1,89 @@
-"""Loading is all or nothing on all ranks, also where code of the caller's takes part; what isn't taken is named."""
+"""Loading is all or nothing on all ranks, also where code of the caller's takes part; what isn't taken is named.
+
+What errors have left isn't saved over what is whole. What an optimizer of another class has saved is refused; another
+setting is not.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-import torch.distributed.tensor  # here once, not in every forked rank
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
-from tests.support.checkpoints import differences, logged
+from lowlevel_zero.checkpoint import Sharded, latest, load_checkpoint, save_checkpoint
+from tests.support.checkpoints import differences, logged, wait_for_pruning
 from tests.support.ranks import run_ranks
+from tests.support.saving import (
+    Keeping,
+    Make,
+    Pair,
+    adamw,
+    held,
+    linear,
+    load_by,
+    momentum,
+    refused,
+    save_by,
+    squares,
+    train,
+    wrapped,
+)
 
 
-class Counter(nn.Module):
+class Counter(Keeping):
     """Extra state that changes in place, and may refuse to.
 
     Attributes:
         refuses: what it raises, half way, for a state of another run; None: nothing.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: dict[str, Any] = {"seen": [0], "table": torch.zeros(3)}
-        self.refuses: Exception | None = None
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return self.state
+    refuses: Exception | None = None
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.state["seen"][:] = state["seen"]
+        self.kept["seen"][:] = state["seen"]
         if self.refuses is not None and state["seen"] != [7]:
             raise self.refuses
-        self.state["table"].copy_(state["table"])
+        self.kept["table"].copy_(state["table"])
 
 
-class Net(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.one, self.two, self.last = Counter(), nn.Linear(5, 7), nn.BatchNorm1d(7), Counter()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.two(self.one(x)).square().mean() + self.two.bias.sum()
-        return out
+EXTRA = {"step": 7, "losses": [0.5, 0.25], "tensor": torch.arange(3), "text": "ja"}
 
 
 class Run:
-    """A model with all that is loaded with it.
+    """A model with all that is loaded with it, and a setting that has been changed.
 
     Attributes:
         rank_state: a dict that loading fills.
     """
 
     def __init__(self, seed: int, seen: int, steps: int) -> None:
-        self.model = Net(seed)
-        inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.optimizer = LowLevelZeroOptimizer(inner, model=self.model, partition_grad=True)
+        torch.manual_seed(seed)
+        layers = {"first": Counter({}), "one": nn.Linear(5, 7), "two": nn.BatchNorm1d(7), "last": Counter({})}
+        self.model, self.optimizer = wrapped(nn.ModuleDict(layers), adamw, partition_grad=True)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.rank_state: dict[str, Any] = {"left": "over"}
+        self.optimizer.param_groups[0]["weight_decay"] = 0.125 * seen
+        self.model.two.running_mean.fill_(float(seen))
         for counter in (self.model.first, self.model.last):
-            counter.state.update(seen=[seen], table=torch.full((3,), float(seen)))
+            counter.kept.update(seen=[seen], table=torch.full((3,), float(seen)))
         for _ in range(steps):
-            self.step()
-
-    def step(self) -> None:
-        self.optimizer.backward(self.model(torch.randn(4, 5)))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
+            train(self.model, self.optimizer)
+            self.scheduler.step()
 
     def load(self, path: Path) -> Any:
         return load_checkpoint(path, self.model, self.optimizer, scheduler=self.scheduler, rank_state=self.rank_state)
 
     def held(self) -> Any:
-        tensors = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
-        extra = [self.model.first.state, self.model.last.state]
-        own = {**self.scheduler.state_dict()}
-        return copy.deepcopy((tensors, extra, own, self.optimizer.state_dict(), self.rank_state))
+        own = self.model.first.kept, self.model.last.kept, self.scheduler.state_dict(), self.rank_state
+        return held(self.model, self.optimizer), copy.deepcopy(own)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +91,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "a"
 
     def save(rank: int, world_size: int) -> None:
-        run = Run(0, seen=3, steps=2)
-        save_checkpoint(path, run.model, run.optimizer, scheduler=run.scheduler, rank_state={"rank": rank})
+        run, own = Run(0, seen=3, steps=2), {"rank": rank}
+        save_checkpoint(path, run.model, run.optimizer, scheduler=run.scheduler, rank_state=own, extra=EXTRA)
 
     run_ranks(save, 2)
     return path
@@ -101,7 +102,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_one_rank_refuses_leaves_every_rank_as_it_was(unlucky: int, where: str, saved: Path) -> None:
     def load(rank: int, world_size: int) -> tuple[str, list[str]]:
         run = Run(5, seen=7, steps=3)
-        run.optimizer.backward(run.model(torch.randn(4, 5)))
+        run.optimizer.backward(squares(run.model))
         before, gradients = run.held(), [p.grad for p in run.model.parameters()]
         error = LookupError(f"{where} says no")
 
@@ -143,126 +144,293 @@ def test_a_module_that_refuses_its_former_state_too_keeps_nothing_else_from_comi
 def test_loading_into_what_has_trained_brings_all(saved: Path) -> None:
     def load(rank: int, world_size: int) -> list[str]:
         expected, run = Run(0, seen=3, steps=2), Run(5, seen=7, steps=3)
-        run.load(saved)
+        wrong = differences(EXTRA, run.load(saved))
         assert run.rank_state == {"rank": rank}
         run.rank_state = expected.rank_state
-        return differences(expected.held(), run.held())
+        assert load_checkpoint(saved, run.model, run.optimizer) is not None  # without a scheduler
+        return wrong + differences(expected.held(), run.held())
 
     assert run_ranks(load, 2) == [[], []]
+
+
+# What errors have left
+
+
+class Failing(torch.optim.AdamW):
+    """Fails in a step if it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise MemoryError("no memory")
+        return super().step(closure)
+
+
+def test_parameters_that_a_failed_step_has_left_are_not_saved(tmp_path: Path) -> None:
+    """The last whole checkpoint stays, and training goes on from it."""
+
+    def live(rank: int, world_size: int) -> list[str]:
+        model, optimizer = linear(make=Failing, steps=1)
+        save_checkpoint(tmp_path / "step-1", model, optimizer)
+        optimizer.backward(squares(model))
+        optimizer.optim.fails = rank == 1
+        with suppress(Exception):
+            optimizer.step()
+        optimizer.optim.fails = done = False
+        while not done:
+            with suppress(Exception):
+                optimizer.zero_grad()
+                done = True
+        told = [
+            refused(lambda: save_checkpoint(tmp_path / "step-2", model, optimizer, keep=1)),
+            refused(Sharded(optimizer).state_dict),
+        ]
+        wait_for_pruning()
+        assert latest(tmp_path) == tmp_path / "step-1"
+        load_checkpoint(tmp_path, model, optimizer)
+        train(model, optimizer)
+        save_checkpoint(tmp_path / "step-2", model, optimizer, keep=1)
+        wait_for_pruning()
+        assert latest(tmp_path) == tmp_path / "step-2"
+        return told
+
+    for told in run_ranks(live, 2):
+        assert all("MemoryError: no memory" in each and "load a checkpoint on every rank" in each for each in told)
+
+
+def test_a_load_where_none_can_be_made_changes_nothing(tmp_path: Path) -> None:
+    """On one rank alone in inference mode, and on all within a backward pass."""
+
+    def live(rank: int, world_size: int) -> list[tuple[str, str]]:
+        source, (model, optimizer) = linear(0, adamw, 1), linear(1, adamw, 1)
+        save_checkpoint(tmp_path / "a", *source)
+        state, before, told = Sharded(source[1]).state_dict(), held(model, optimizer), []
+        loads: list[Callable[[], Any]] = [
+            lambda: load_checkpoint(tmp_path / "a", model, optimizer),
+            lambda: Sharded(optimizer).load_state_dict(state),
+        ]
+        for load in loads:
+            mode: AbstractContextManager[Any] = torch.inference_mode() if rank == 1 else nullcontext()
+            with mode:
+                in_inference = refused(load)
+            with optimizer.backward_pass(squares(model)) as loss:
+                in_backward = refused(load)
+                loss.backward()
+            optimizer.zero_grad()
+            assert differences(before, held(model, optimizer)) == []
+            told.append((in_inference, in_backward))
+        for load in loads:
+            load()
+            train(model, optimizer)
+        return told
+
+    for told in run_ranks(live, 2):
+        for in_inference, in_backward in told:
+            assert "torch.inference_mode" in in_inference
+            assert "optimizer.backward_pass" in in_backward
 
 
 # What isn't taken
 
 
-def frozen_later(seed: int, frozen: tuple[str, ...] = (), steps: int = 1) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+def frozen_later(seed: int, frozen: tuple[str, ...] = (), steps: int = 1) -> Pair:
     """All parameters are in the optimizer's group, some of them frozen."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for name, p in model.named_parameters():
         p.requires_grad_(name not in frozen)
-    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model=model)
-    for _ in range(steps):
-        optimizer.backward(model(torch.ones(2, 5)).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
+    train(model, optimizer, steps=steps)
     return model, optimizer
 
 
-def by_checkpoint(path: Path, save: bool, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-    save_checkpoint(path, model, optimizer) if save else load_checkpoint(path, model, optimizer)
+def test_a_parameter_that_was_trained_and_is_frozen_by_now_is_named(tmp_path: Path) -> None:
+    """One that was frozen and is trained by now starts afresh."""
+
+    def run(rank: int, world_size: int) -> list[tuple[list[str], list[str]]]:
+        told = []
+        for way in ("checkpoint", "torch's", "state dict"):
+            saved, other, same = frozen_later(0), frozen_later(1, ("0.bias", "1.weight")), frozen_later(1)
+            fresh = frozen_later(1, steps=0)
+            save_by(way, tmp_path / way, *saved)
+            with logged() as lines:
+                load_by(way, tmp_path / way, *other)
+            with logged() as nothing:
+                load_by(way, tmp_path / way, *same)
+            states, expected = other[1].state_dict()["state"], saved[1].state_dict()["state"]
+            assert differences({place: expected[place] for place in (0, 3)}, states, at=way) == []
+            if way != "torch's":
+                save_by(way, tmp_path / f"{way}, frozen", *frozen_later(0, ("0.bias",)))
+                with logged() as of_fresh:
+                    load_by(way, tmp_path / f"{way}, frozen", *fresh)
+                assert sorted(fresh[1].state_dict()["state"]) == [0, 2, 3], way
+                nothing += of_fresh
+            told.append((lines, nothing))
+        return told
+
+    for (lines, nothing), (elsewhere, also) in zip(*run_ranks(run, 2), strict=True):
+        assert len(lines) == 1
+        assert lines[0].startswith("WARNING: 0.bias: trained when it was saved, and by no optimizer here")
+        assert "that of 1 more" in lines[0]
+        assert nothing == elsewhere == also == []
 
 
-def by_sharded(path: Path, save: bool, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-    state = {"model": model.state_dict(), "optim": Sharded(optimizer)}
-    dcp.save(state, checkpoint_id=path) if save else dcp.load(state, checkpoint_id=path)
-
-
-def by_state_dict(path: Path, save: bool, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-    if save:
-        state = optimizer.state_dict()
-        torch.save(state, path) if torch.distributed.get_rank() == 0 else None
-        torch.distributed.barrier()
-    else:
-        optimizer.load_state_dict(torch.load(path, weights_only=True))
-
-
-WAYS = {"checkpoint": by_checkpoint, "Sharded": by_sharded, "state dict": by_state_dict}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_parameter_that_was_trained_and_is_frozen_by_now_is_named(way: str, tmp_path: Path) -> None:
-    act = WAYS[way]
-
-    def run(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-        saved = frozen_later(0)
-        act(tmp_path / "a", True, *saved)
-        other, same = frozen_later(1, ("0.bias", "1.weight")), frozen_later(1)
-        with logged() as lines:
-            act(tmp_path / "a", False, *other)
-        with logged() as of_same:
-            act(tmp_path / "a", False, *same)
-        states, expected = other[1].state_dict()["state"], saved[1].state_dict()["state"]
-        assert differences({place: expected[place] for place in (0, 3)}, states) == []
-        return lines, of_same
-
-    (lines, nothing), (elsewhere, also) = run_ranks(run, 2)
-    assert len(lines) == 1
-    assert lines[0].startswith("WARNING: 0.bias: trained when it was saved, and by no optimizer here")
-    assert "that of 1 more" in lines[0]
-    assert nothing == elsewhere == also == []
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "state dict"])
-def test_a_parameter_that_was_frozen_and_is_trained_by_now_starts_afresh(way: str, tmp_path: Path) -> None:
-    act = WAYS[way]
-
+def test_a_replaced_layer_is_refused_by_name(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> list[str]:
-        act(tmp_path / "a", True, *frozen_later(0, ("0.bias",)))
-        other = frozen_later(1, steps=0)
-        with logged() as lines:
-            act(tmp_path / "a", False, *other)
-        assert sorted(other[1].state_dict()["state"]) == [0, 2, 3]
-        return lines
-
-    assert run_ranks(run, 2) == [[], []]
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "Sharded"])
-def test_a_replaced_layer_is_refused_by_name(way: str, tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> str:
         model, optimizer = frozen_later(0)
         if rank == 1:
             model[1] = nn.Linear(7, 3)
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            WAYS[way](tmp_path / "a", True, model, optimizer)
-        return str(caught.value)
+        return [refused(lambda: save_by(way, tmp_path / way, model, optimizer)) for way in ("checkpoint", "torch's")]  # noqa: B023
 
-    first, second = run_ranks(run, 2)
-    assert "rank 1" in first
-    assert "1.weight" in second
-    assert "construct another one" in second
+    for first, second in zip(*run_ranks(run, 2), strict=True):
+        assert first.startswith("RuntimeError: ")
+        assert "rank 1" in first
+        assert "1.weight" in second
+        assert "construct another one" in second
 
 
-def test_a_layer_that_nobody_was_given_is_named_when_it_is_loaded_too(tmp_path: Path) -> None:
-    """Its state is lost where an optimizer trained it."""
+# Other classes of optimizers
 
-    def made(trained: int) -> tuple[nn.Module, list[LowLevelZeroOptimizer]]:
-        torch.manual_seed(0)
-        model = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        optimizers = [
-            LowLevelZeroOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model=model) for layer in model
-        ]
-        return model, optimizers[:trained]
 
-    def run(rank: int, world_size: int) -> list[str]:
-        save_checkpoint(tmp_path / "a", *made(2))
-        with pytest.raises(ValueError, match="a list of 2 optimizers, with which the checkpoint was saved"):
-            load_checkpoint(tmp_path / "a", *made(1))
-        one = made(1)
-        with logged() as lines:
-            save_checkpoint(tmp_path / "b", *one)
-        return lines
+MAKES: dict[str, Make] = {
+    "AdamW": adamw,
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "Adamax": lambda ps: torch.optim.Adamax(ps, lr=0.01),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
+    "RAdam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
+    "SGD": momentum,
+    "plain SGD": lambda ps: torch.optim.SGD(ps, lr=0.01),
+}
+OWN = ("checkpoint", "Sharded alone", "state dict")
+WAYS = (*OWN, "plain")
 
-    first, second = run_ranks(run, 2)
-    assert "no optimizer that was given trains 1.weight, ... (2 parameters that require gradients)" in first[0]
-    assert second == []
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+def start(make: Make, seed: int = 3, steps: int = 0) -> Pair:
+    return wrapped(net(seed), make, steps, partition_grad=True)
+
+
+def load(way: str, folder: Path, *pair: Any) -> None:
+    load_by("state dict" if way == "plain" else way, folder / way, *pair)
+
+
+@pytest.fixture(scope="module")
+def saved_by_class(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By class what each way loads, after two steps. Plain state dicts have no class's name."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def save(rank: int, world_size: int) -> None:
+        for name, make in MAKES.items():
+            pair = start(make, seed=0, steps=2)
+            for way in OWN:
+                (folder / name).mkdir(exist_ok=True)
+                save_by(way, folder / name / way, *pair)
+            state = pair[1].state_dict()
+            if rank == 0:
+                torch.save({key: state[key] for key in ("state", "param_groups")}, folder / name / "plain")
+
+    run_ranks(save, 2)
+    return folder
+
+
+def fails_in_plain_torch(path: Path, make: Make) -> bool:
+    """Whether loading or the next step raises: a state dict that has no class's name shows nothing else."""
+    parameters = list(net(0).parameters())
+    optimizer = make(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    try:
+        optimizer.load_state_dict(torch.load(path, weights_only=True))
+        optimizer.step()
+    except KeyError:
+        return True
+    return False
+
+
+def test_another_class_is_refused_and_changes_nothing(saved_by_class: Path) -> None:
+    def is_told(way: str, of: str, into: str) -> bool:
+        if of.split()[-1] == into.split()[-1]:
+            return False
+        return way != "plain" or fails_in_plain_torch(saved_by_class / of / "plain", MAKES[into])
+
+    def load_others(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for way, steps, into in ((way, 2, into) for way in WAYS for into in MAKES):
+            wrong += load_into(way, steps, into)
+        for into in MAKES:
+            wrong += load_into("Sharded alone", 0, into)
+        return wrong
+
+    def load_into(way: str, steps: int, into: str) -> list[str]:
+        wrong = []
+        pair = start(MAKES[into], steps=steps)
+        before = held(*pair)
+        for of in (name for name in MAKES if is_told(way, name, into)):
+            what = f"{way}, {steps} steps, {of} into {into}"
+            try:
+                load(way, saved_by_class / of, *pair)
+            except (ValueError, CheckpointException) as error:  # torch misses a state by its name
+                wrong += differences(before, held(*pair), at=what)
+                if "of this class of optimizer" not in str(error) and "Missing key" not in str(error):
+                    wrong.append(f"{what}: {error}")
+            else:
+                wrong.append(f"{what}: taken")
+        train(*pair)  # it goes on
+        return wrong
+
+    assert run_ranks(load_others, 2) == [[], []]
+
+
+def test_another_setting_is_taken_over(saved_by_class: Path) -> None:
+    others: dict[str, Make] = {
+        "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.5, betas=(0.1, 0.2), weight_decay=0.0, eps=0.1),
+        "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.5, alpha=0.5),
+        "SGD": lambda ps: torch.optim.SGD(ps, lr=0.5, momentum=0.1, nesterov=True),
+        "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.5, lr_decay=0.1, initial_accumulator_value=3.0),
+    }
+
+    def load_each(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for way, (name, make) in ((way, each) for way in WAYS for each in others.items()):
+            results = []
+            for each in (MAKES[name], make):
+                model, optimizer = start(each)
+                load(way, saved_by_class / name, model, optimizer)
+                model.load_state_dict(net(0).state_dict())
+                train(model, optimizer)
+                results.append(held(model, optimizer))
+            wrong += differences(*results, at=f"{way}, {name}")
+        return wrong
+
+    assert run_ranks(load_each, 2) == [[], []]
+
+
+def test_what_one_rank_alone_refuses_changes_nothing_on_any(saved_by_class: Path) -> None:
+    """It loads another class's file, or has a hook that refuses."""
+
+    def refuse(_: Any, state: Any) -> None:
+        raise LookupError("not this one")
+
+    def load_and_refuse(rank: int, world_size: int) -> list[str]:
+        pair = start(adamw, steps=1)
+        before = held(*pair)
+        with pytest.raises((ValueError, RuntimeError)):
+            load("state dict", saved_by_class / ("SGD" if rank == 1 else "AdamW"), *pair)
+        wrong = differences(before, held(*pair))
+        if rank == 1:
+            pair[1].optim.register_load_state_dict_pre_hook(refuse)
+        for way in WAYS:
+            with pytest.raises((LookupError, RuntimeError), match="not this one"):
+                load(way, saved_by_class / "AdamW", *pair)
+            wrong += differences(before, held(*pair), at=way)
+        train(*pair)
+        return wrong
+
+    assert run_ranks(load_and_refuse, 2) == [[], []]
