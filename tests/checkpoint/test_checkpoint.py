@@ -1,7 +1,8 @@
-"""Checkpoints: what was saved at one world size continues at any other, exactly."""
+"""Checkpoints: what was saved at one world size continues at any other, exactly; and fp32 masters come back."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from tests.support.checkpoints import AFTER, BEFORE, Training, differences
-from tests.support.ranks import run_ranks
+from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
+from tests.support.checkpoints import AFTER, BEFORE, Training, differences, logged
+from tests.support.oracle import groups
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.saving import Make, Pair, adamw, held, linear, load_by, save_by, wrapped
 
 WORLD_SIZES = (1, 2, 3)
+WAYS = ("checkpoint", "torch's")
 TRAININGS = [Training(1, torch.bfloat16), Training(2, torch.float32)]
 
 
@@ -27,7 +30,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
         told = []
         for number, training in enumerate(TRAININGS):
             pair = training.start().train(BEFORE, rank, world_size)
-            save_checkpoint(folder / str(number), pair.model, pair.optimizer)
+            for way in WAYS:
+                save_by(way, folder / f"{number}, {way}", pair.model, pair.optimizer)
             told.append((pair.whole(), pair.train(AFTER, rank, world_size).whole()))
         return told
 
@@ -42,15 +46,15 @@ def test_what_any_world_size_saved_loads_at_any_other(world_size: int, saved: di
     def load(rank: int, world_size: int) -> list[str]:
         wrong = []
         for before, (folder, wholes) in saved.items():
-            for number, training in enumerate(TRAININGS):
+            for (number, training), way in product(enumerate(TRAININGS), WAYS):
                 same = before == world_size
                 if not same and (before + world_size + number) % 2:
                     continue  # of others each loads one
                 other = Training(3 - training.stage, training.dtype, bucket=20)
                 pair = (training if same else other).start(seed=5 + rank)
-                load_checkpoint(folder / str(number), pair.model, pair.optimizer)
+                load_by(way, folder / f"{number}, {way}", pair.model, pair.optimizer)
                 at_save, later = wholes[number]
-                at = f"{before} ranks, {training.stage}, {training.dtype}"
+                at = f"{before} ranks, {training.stage}, {training.dtype}, {way}"
                 wrong += differences(at_save, pair.whole(), at=at)
                 if same or training.dtype == torch.float32:
                     pair.train(AFTER, rank, world_size)
@@ -60,273 +64,105 @@ def test_what_any_world_size_saved_loads_at_any_other(world_size: int, saved: di
     assert run_ranks(load, world_size) == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_files_hold_no_padding_and_no_more_than_was_there(world_size: int, saved: dict[int, Any]) -> None:
-    folder, wholes = saved[world_size]
-    for number, (at_save, _) in enumerate(wholes):
-        manifest = read_manifest(folder / str(number))
-        metadata = read_metadata(folder / str(number)).state_dict_metadata
-        assert manifest.world_size == world_size
-        assert set(manifest.tensors) | set(manifest.tied) == set(at_save["model"])
-        assert manifest.tied == {"layers.3.weight": "layers.0.weight"}
-        for name, entry in manifest.tensors.items():
-            value = at_save["model"][name]
-            assert (entry.shape, entry.stride) == (value.shape, value.stride())
-            assert metadata[f"model.{name}"].size == value.shape
-            dropped = name.startswith("layers.2.") or not value.numel()
-            has_state = entry.kind == "trainable" and not dropped
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                found = metadata.get(f"optim.state.{name}.{key}")
-                assert (found is not None) == has_state, name
-                assert found is None or found.size == (() if key == "step" else value.shape)
+def test_files_hold_no_padding_and_no_more_than_was_there(saved: dict[int, Any]) -> None:
+    for world_size, (folder, wholes) in saved.items():
+        for number, (at_save, _) in enumerate(wholes):
+            manifest = read_manifest(folder / f"{number}, checkpoint")
+            metadata = read_metadata(folder / f"{number}, checkpoint").state_dict_metadata
+            assert manifest.world_size == world_size
+            assert set(manifest.tensors) | set(manifest.tied) == set(at_save["model"])
+            assert manifest.tied == {"layers.3.weight": "layers.0.weight"}
+            for name, entry in manifest.tensors.items():
+                value = at_save["model"][name]
+                assert (entry.shape, entry.stride) == (value.shape, value.stride())
+                assert metadata[f"model.{name}"].size == value.shape
+                dropped = name.startswith("layers.2.") or not value.numel()
+                has_state = entry.kind == "trainable" and not dropped
+                for key in ("step", "exp_avg", "exp_avg_sq"):
+                    found = metadata.get(f"optim.state.{name}.{key}")
+                    assert (found is not None) == has_state, name
+                    assert found is None or found.size == (() if key == "step" else value.shape)
 
 
-def test_each_rank_writes_its_slices_alone(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(500, 400)
-        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
-        save_checkpoint(tmp_path / "a", model, optimizer)
-
-    run_ranks(save, 4)
-    sizes = [(tmp_path / "a" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
-    assert max(sizes) < 200_400 * 4 / 4 * 1.1
+BF16 = Training(dtype=torch.bfloat16)
+FP16 = Training(dtype=torch.float16, options={"initial_scale": 2.0**20, "growth_interval": 3})
 
 
-def test_the_bucket_order_comes_back(tmp_path: Path) -> None:
-    """The first backward teaches it; without it sums on three ranks would round differently from the first step."""
+def test_runs_of_16_bits_go_on_bit_for_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """With the loss scale, from checkpoints and from whole dicts, which may come in either order."""
 
-    def order_of(pair: Any) -> Any:
-        return pair.optimizer.sharded_groups[0].reducer.plan.whole
-
-    def save_and_load(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-        pair = Training().start().train(BEFORE, rank, world_size)
-        save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
-        fresh = Training().start()
-        differ = order_of(fresh) != order_of(pair)
-        load_checkpoint(tmp_path / "a", fresh.model, fresh.optimizer)
-        same = order_of(fresh) == order_of(pair)
-        blank = Training().start()
-        save_checkpoint(tmp_path / "b", blank.model, blank.optimizer)
-        start = order_of(blank)
-        load_checkpoint(tmp_path / "b", pair.model, pair.optimizer)
-        return differ, same, order_of(pair) == start
-
-    assert run_ranks(save_and_load, 2) == [(True, True, True)] * 2
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
-def test_fp16_goes_on_with_its_loss_scale(whole: bool, tmp_path: Path) -> None:
-    training = Training(dtype=torch.float16, options={"initial_scale": 2.0**20, "growth_interval": 3})
-
-    def save_and_load(rank: int, world_size: int) -> tuple[list[str], float]:
-        pair = training.start().train(range(6), rank, world_size)  # the first ones overflow
-        assert pair.optimizer.loss_scale != 2.0**20
+    def save_and_load(rank: int, world_size: int, training: Training, steps: int, way: str) -> list[str]:
+        pair = training.start().train(range(steps), rank, world_size)
+        if training is FP16:
+            assert 1 < pair.optimizer.loss_scale != 2.0**20  # the first ones overflow
         again = training.start(seed=3)
-        if whole:
-            state = pair.whole()
-            torch.save(state, tmp_path / f"{rank}.pt")
-            state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-            again.model.load_state_dict(state["model"])
-            again.optimizer.load_state_dict(state["optimizer"])
+        if way in WAYS:
+            save_by(way, tmp_path / way, pair.model, pair.optimizer)
+            load_by(way, tmp_path / way, again.model, again.optimizer)
         else:
-            save_checkpoint(tmp_path / "a", pair.model, pair.optimizer)
-            load_checkpoint(tmp_path / "a", again.model, again.optimizer)
-        wrong = differences(pair.whole(), again.whole())
+            torch.save(pair.whole(), tmp_path / f"{rank}.pt")
+            state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+            adamw(groups(training.start().model)).load_state_dict(state["optimizer"])  # plain torch takes it
+            parts = ("model", "optimizer") if way == "model first" else ("optimizer", "model")
+            for part in parts:
+                getattr(again, part).load_state_dict(state[part])
+        # Behind the optimizer, masters follow at the next step.
+        wrong = differences(pair.whole(), again.whole()) if way != "optimizer first" else []
         for each in (pair, again):
-            each.train(range(6, 9), rank, world_size)
-        return wrong + differences(pair.whole(), again.whole()), pair.optimizer.loss_scale
-
-    for wrong, scale in run_ranks(save_and_load, 3):
-        assert wrong == []
-        assert scale > 1
-
-
-@pytest.mark.parametrize("model_first", [True, False])
-def test_a_bf16_run_goes_on_bit_for_bit_from_whole_dicts(model_first: bool) -> None:
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        training = Training(dtype=torch.bfloat16)
-        pair = training.start().train(BEFORE, rank, world_size)
-        state = pair.whole()
-        again = training.start(seed=3)
-        loads = [
-            lambda: again.model.load_state_dict(state["model"]),
-            lambda: again.optimizer.load_state_dict(state["optimizer"]),
-        ]
-        for load in loads if model_first else reversed(loads):
-            load()
-        wrong = differences(state, again.whole()) if model_first else []  # else masters follow at the next step
-        pair.train(AFTER, rank, world_size)
-        again.train(AFTER, rank, world_size)
+            each.train(range(steps, steps + 3), rank, world_size)
         return wrong + differences(pair.whole(), again.whole())
 
-    assert run_ranks(save_and_load, 3) == [[]] * 3
+    cases = [(FP16, 6, way) for way in (*WAYS, "model first")]
+    cases += [(BF16, 2, way) for way in ("model first", "optimizer first")]
+    for (training, _, way), ran in run_cases(save_and_load, 3, cases):
+        with subtests.test(f"{training.dtype}, {way}"):
+            assert ran.values() == [[]] * 3
 
 
-def test_scheduler_settings_and_extra_travel(tmp_path: Path) -> None:
-    extra = {"step": 7, "losses": [0.5, 0.25], "tensor": torch.arange(3), "text": "ja"}
+class Counting(torch.optim.SGD):
+    """Has states that aren't slices: numbers, as such and as tensors, and None."""
 
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        def with_schedule(seed: int) -> tuple[Any, Any]:
-            pair = Training().start(seed)
-            return pair, torch.optim.lr_scheduler.CosineAnnealingLR(pair.optimizer, T_max=9)
-
-        pair, schedule = with_schedule(0)
-        for _ in range(3):
-            pair.train(range(1), rank, world_size)
-            schedule.step()
-        pair.optimizer.param_groups[1]["weight_decay"] = 0.125
-        save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, scheduler=schedule, extra=extra)
-        again, its_schedule = with_schedule(4)
-        got = load_checkpoint(tmp_path / "a", again.model, again.optimizer, scheduler=its_schedule)
-        assert its_schedule.state_dict() == schedule.state_dict()
-        assert load_checkpoint(tmp_path / "a", again.model, again.optimizer) is not None
-        settings = [{k: v for k, v in g.items() if k != "params"} for g in pair.optimizer.param_groups]
-        its_settings = [{k: v for k, v in g.items() if k != "params"} for g in again.optimizer.param_groups]
-        return differences(extra, got) + differences(settings, its_settings)
-
-    assert run_ranks(save_and_load, 2) == [[], []]
-
-
-class Awkward(nn.Module):
-    """Frozen, tied and adapter weights; buffers of several kinds; a module with extra state; a weight nobody has."""
-
-    def __init__(self, memory_format: torch.memory_format = torch.contiguous_format) -> None:
-        super().__init__()
-        self.base = nn.Linear(6, 6).requires_grad_(False)
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
-        self.again = nn.Linear(6, 2, bias=False)
-        self.again.weight = self.down.weight
-        self.conv = nn.Conv2d(2, 4, 2).to(memory_format=memory_format)
-        self.still = nn.Conv2d(2, 3, 2).to(memory_format=memory_format).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(6)
-        self.register_buffer("mask", torch.tensor([True, False, True]))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-        self.register_buffer("wide", torch.zeros(1).expand(4))
-        self.counter = Counter()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.base(x) + self.up(self.down(x) + self.again(x)))
-        out: Tensor = hidden.sum() + self.conv(x[:2].view(-1, 2, 2, 3)).square().sum()
-        return out
-
-
-class Counter(nn.Module):
-    """Has state that isn't a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
-
-
-def test_frozen_tied_and_other_tensors_travel_and_memory_orders_may_differ(tmp_path: Path) -> None:
-    def start(seed: int, memory_format: torch.memory_format) -> tuple[Awkward, LowLevelZeroOptimizer]:
-        torch.manual_seed(seed)
-        model = Awkward(memory_format)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return model, LowLevelZeroOptimizer(torch.optim.AdamW(trained, lr=0.01), model=model, partition_grad=True)
-
-    def whole(model: Awkward, optimizer: LowLevelZeroOptimizer) -> Any:
-        return {**model.state_dict()}, optimizer.state_dict()["state"]
-
-    def save(rank: int, world_size: int) -> Any:
-        model, optimizer = start(0, torch.channels_last)
-        for step in range(2):
-            torch.manual_seed(step)
-            optimizer.backward(model(torch.randn(6, 6)))
-            optimizer.step()
-            optimizer.zero_grad()
-        model.counter.seen = 5
-        model.mask[0] = False
-        model.wide[:1].fill_(3.0)
-        save_checkpoint(tmp_path / "a", model, optimizer)
-        return whole(model, optimizer)
-
-    expected = run_ranks(save, 2)[0]
-
-    def load(rank: int, world_size: int) -> list[str]:
-        wrong = []
-        for memory_format in (torch.channels_last, torch.contiguous_format):
-            model, optimizer = start(7, memory_format)
-            load_checkpoint(tmp_path / "a", model, optimizer)
-            assert model.counter.seen == 5
-            assert model.again.weight is model.down.weight
-            assert model.wide.stride() == (0,)
-            wrong += differences(expected, whole(model, optimizer))
-        return wrong
-
-    assert run_ranks(load, 3) == [[]] * 3
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["times"] = state.get("times", 0) + 1
+            state["count"] = state.get("count", torch.ones(())) + 1
+            state["nothing"] = None
+        return super().step(closure)
 
 
 def test_states_of_other_optimizers_travel(tmp_path: Path) -> None:
-    """States that aren't tensors, that exist at construction, none at all, and one of a second optimizer's model."""
+    """States that aren't tensors, that exist at construction, none at all; and changed settings.
 
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self.state[p]["times"] = self.state[p].get("times", 0) + 1
-                        self.state[p]["nothing"] = None
-            return super().step(closure)
+    Numbers of a 0-d parameter are on ranks without it, too.
+    """
+    makes: dict[str, tuple[Make, dict[str, Any]]] = {
+        "SGD": (lambda ps: torch.optim.SGD(ps, lr=0.1), {}),
+        "Adagrad": (lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.5), {}),
+        "counting": (lambda ps: Counting(ps, lr=0.1, momentum=0.5), {}),
+        "counting, split": (lambda ps: Counting(ps, lr=0.1, momentum=0.5), {"split": "elements"}),
+    }
 
-    makes = [
-        lambda ps: torch.optim.SGD(ps, lr=0.1),
-        lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.5),
-        lambda ps: Counting(ps, lr=0.1, momentum=0.5),
-    ]
+    def started(name: str, steps: int) -> Pair:
+        make, options = makes[name]
+        model = nn.Linear(3, 2)
+        model.scale = nn.Parameter(torch.tensor(1.5))
+        return wrapped(model, make, steps, **options)
+
+    def numbers(pair: Pair) -> list[Any]:
+        return [[float(state[key]) for key in ("times", "count") if key in state] for state in pair[1].state.values()]
 
     def save_and_load(rank: int, world_size: int) -> list[str]:
         wrong = []
-        for number, make in enumerate(makes):
-            models = [nn.Linear(3, 5), nn.Linear(3, 5)]
-            pairs = [(model, LowLevelZeroOptimizer(make(model.parameters()), model=model)) for model in models]
-            model, optimizer = pairs[0]
-            for _ in range(2):
-                optimizer.backward(model(torch.ones(2, 3)).square().sum())
-                optimizer.step()
-                optimizer.zero_grad()
-            save_checkpoint(tmp_path / str(number), model, optimizer)
-            load_checkpoint(tmp_path / str(number), *pairs[1])
-            (one, first), (two, second) = pairs
-            wrong += differences(dict(one.state_dict()), dict(two.state_dict()))
-            wrong += differences(first.state_dict(), second.state_dict())
+        for way, name in product((*WAYS, "state dict"), makes):
+            path = tmp_path / f"{way}, {name}"
+            saved, loaded = started(name, 2), started(name, 0)
+            saved[1].param_groups[0]["lr"] = 0.25
+            save_by(way, path, *saved)
+            load_by(way, path, *loaded)
+            wrong += differences(held(*saved)[1], held(*loaded)[1], at=path.name)
+            wrong += differences(numbers(saved), numbers(loaded), at=f"{path.name}, numbers on rank {rank}")
         return wrong
-
-    assert run_ranks(save_and_load, 2) == [[], []]
-
-
-def test_dtypes_may_differ(tmp_path: Path) -> None:
-    """An fp32 run goes on in bf16 with its full precision in the masters, and in fp32 from a bf16 one's masters."""
-
-    def start(dtype: torch.dtype) -> Any:
-        return Training(dtype=dtype).start()
-
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        wide = start(torch.float32).train(BEFORE, rank, world_size)
-        save_checkpoint(tmp_path / "wide", wide.model, wide.optimizer)
-        narrow = start(torch.bfloat16)
-        load_checkpoint(tmp_path / "wide", narrow.model, narrow.optimizer)
-        pairs = zip(
-            wide.optimizer.get_working_to_master_map().values(),
-            narrow.optimizer.get_working_to_master_map().values(),
-            strict=True,
-        )
-        wrong = [line for one, two in pairs for line in differences(one.clone(), two.clone())]
-        before = {name: value.clone() for name, value in wide.model.state_dict().items()}
-        rounded = {name: value.bfloat16() for name, value in before.items()}
-        wrong += differences(rounded, dict(narrow.model.state_dict()))
-        save_checkpoint(tmp_path / "narrow", narrow.model, narrow.optimizer)
-        load_checkpoint(tmp_path / "narrow", wide.model, wide.optimizer)
-        trained = {name for name, p in wide.model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        exact = {name: value if name in trained else rounded[name].float() for name, value in before.items()}
-        return wrong + differences(exact, dict(wide.model.state_dict()))
 
     assert run_ranks(save_and_load, 2) == [[], []]
 
@@ -335,61 +171,167 @@ def test_saving_changes_nothing_and_edits_of_weights_are_saved(tmp_path: Path) -
     """What a user wrote into 16-bit weights reaches the masters at the next step, saved in between or not."""
 
     def save(rank: int, world_size: int) -> list[str]:
-        pairs = [Training(dtype=torch.bfloat16).start().train(BEFORE, rank, world_size) for _ in range(3)]
-        for pair in pairs[:2]:
-            with torch.no_grad():
-                pair.model.outward.weight.clamp_(-0.1, 0.1)
-        save_checkpoint(tmp_path / "a", pairs[0].model, pairs[0].optimizer)
-        load_checkpoint(tmp_path / "a", pairs[2].model, pairs[2].optimizer)
-        one, two, three = (pair.train(AFTER, rank, world_size).whole() for pair in pairs)
-        return differences(two, one) + differences(two, three)
+        wrong = []
+        for way in WAYS:
+            pairs = [BF16.start(seed).train(BEFORE, rank, world_size) for seed in (0, 0, 3)]
+            for pair in pairs[:2]:
+                with torch.no_grad():
+                    pair.model.outward.weight.clamp_(-0.1, 0.1)
+            save_by(way, tmp_path / way, pairs[0].model, pairs[0].optimizer)
+            load_by(way, tmp_path / way, pairs[2].model, pairs[2].optimizer)
+            one, two, three = (pair.train(AFTER, rank, world_size).whole() for pair in pairs)
+            wrong += differences(two, one, at=way) + differences(two, three, at=way)
+        return wrong
 
     assert run_ranks(save, 2) == [[], []]
 
 
-def test_only_the_newest_are_kept_and_latest_finds_the_newest_whole_one(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert latest(run) is None
-
-    def save(rank: int, world_size: int) -> list[Path | None]:
-        pair = Training().start()
-        found = []
-        for step in (30, 200, 100):  # not in the order of names
-            save_checkpoint(run / f"step-{step}", pair.model, pair.optimizer, keep=2, extra=step)
-            found.append(latest(run))
-        return found
-
-    (run / "other").mkdir(parents=True)
-    (run / "other" / "file").write_text("not ours")
-    (run / "step-7.0123456789abcdef.tmp").mkdir()
-    found = run_ranks(save, 2)[0]
-    assert found == [run / "step-30", run / "step-200", run / "step-100"]
-    assert {place.name for place in run.iterdir()} == {"other", "step-200", "step-100"}
-    assert latest(run / "step-200") == run / "step-200"
-    (run / "step-100" / "objects.pt").write_bytes(b"")
-    assert latest(run) == run / "step-200"
-
-
 def test_a_group_of_some_ranks_saves_and_loads(tmp_path: Path) -> None:
-    """Not all ranks, and without the first; refused where torch can't."""
+    """Not all ranks, and without the first."""
 
     def save_and_load(rank: int, world_size: int) -> list[str]:
         group = dist.new_group([1, 2])
         if rank == 0:
             return []
-        pairs = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            model = nn.Linear(3, 5)
-            inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-            pairs.append((model, LowLevelZeroOptimizer(inner, model=model, dp_process_group=group)))
-        (model, optimizer), (other, its_optimizer) = pairs
-        optimizer.backward(model(torch.ones(2, 3)).sum())
-        optimizer.step()
-        save_checkpoint(tmp_path / "a", model, optimizer)
-        load_checkpoint(tmp_path / "a", other, its_optimizer)
-        return differences(dict(model.state_dict()), dict(other.state_dict())) + differences(
-            optimizer.state_dict(), its_optimizer.state_dict()
-        )
+        saved, loaded = linear(0, adamw, 1, dp_process_group=group), linear(1, adamw, dp_process_group=group)
+        save_checkpoint(tmp_path / "a", *saved)
+        load_checkpoint(tmp_path / "a", *loaded)
+        return differences(held(*saved), held(*loaded))
 
     assert run_ranks(save_and_load, 3) == [[]] * 3
+
+
+# fp32 masters
+
+
+# Where a run has fp32: as the parameters, as masters on the device or on the host, or nowhere.
+RUNS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "fp32, on the host": (torch.float32, {"cpu_offload": True}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16, on the host": (torch.bfloat16, {"cpu_offload": True}),
+    "fp16": (torch.float16, {"initial_scale": 1.0}),
+    "bf16 alone": (torch.bfloat16, {"master_weights": False}),
+}
+PRECISE = [name for name in RUNS if name != "bf16 alone"]
+
+
+def start(name: str, seed: int) -> Pair:
+    """Three layers that are trained, and a frozen one."""
+    torch.manual_seed(seed)
+    dtype, options = RUNS[name]
+    layers, frozen = nn.ModuleList(nn.Linear(7, 7) for _ in range(3)), nn.Linear(2, 2).requires_grad_(False)
+    return wrapped(nn.ModuleDict({"layers": layers, "frozen": frozen}).to(dtype), adamw, partition_grad=True, **options)
+
+
+def trained(name: str) -> Pair:
+    """After two steps, of which the first has no gradient of the last layer."""
+    model, optimizer = start(name, 0)
+    for layers in (2, 3):
+        optimizer.backward(torch.stack([p.float().square().sum() for p in model.layers[:layers].parameters()]).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def masters(pair: Pair) -> list[Tensor]:
+    """Whole: each parameter's master, or the parameter itself where it has none. Every rank calls it."""
+    states = pair[1].state_dict()["state"]
+    parameters = enumerate(pair[0].layers.parameters())
+    return [states.get(at, {}).get("master_param", p.detach()).float().clone() for at, p in parameters]
+
+
+def test_load_checkpoint_brings_them_from_each_run_to_each_other(tmp_path: Path) -> None:
+    """Of another number of ranks."""
+
+    def save(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], Tensor]]:
+        expected = {}
+        for name in PRECISE:
+            pair = trained(name)
+            save_checkpoint(tmp_path / name, *pair)
+            expected[name] = masters(pair), pair[0].frozen.weight.detach()
+        return expected
+
+    def load(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for (name, (expected, frozen)), other in product(saved.items(), RUNS):
+            model, optimizer = start(other, 5)
+            load_checkpoint(tmp_path / name, model, optimizer)
+            optimizer.verify()
+            if other not in PRECISE:
+                dtype = RUNS[name][0]  # which this run loads, and rounds once more
+                expected = [each.to(dtype).bfloat16().float() for each in expected]
+            got = masters((model, optimizer))
+            wrong += differences(expected, got, at=f"{name} into {other}")
+            rounded = [each.to(RUNS[other][0]) for each in got]
+            parameters = [p.detach() for p in model.layers.parameters()]
+            wrong += differences(rounded, parameters, at=f"{name} into {other}, of which it's the master")
+            still = model.frozen.weight.detach()
+            wrong += differences(frozen.to(still.dtype), still, at=f"{name} into {other}, frozen")
+        return wrong
+
+    saved = run_ranks(save, 3)[0]
+    assert run_ranks(load, 2) == [[]] * 2
+
+
+def test_they_survive_a_run_that_saves_them_untouched(tmp_path: Path) -> None:
+    """From fp32 to masters of a run that takes no step, and back."""
+
+    def run(rank: int, world_size: int) -> list[str]:
+        first = pair = trained("fp32")
+        for at, name in enumerate(("bf16", "fp16", "bf16, on the host", "fp32")):
+            save_checkpoint(tmp_path / str(at), *pair)
+            pair = start(name, 5)
+            load_checkpoint(tmp_path / str(at), *pair)
+        return differences(dict(first[0].layers.state_dict()), dict(pair[0].layers.state_dict()))
+
+    assert run_ranks(run, 2) == [[], []]
+
+
+def test_plain_state_dicts_bring_them_after_the_model(tmp_path: Path) -> None:
+    """Where the model's weights are what 16 bits have kept of them, and nowhere else."""
+
+    def run(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for name, other in product(("bf16", "fp16"), PRECISE[:2]):
+            pair = trained(name)
+            again = start(other, 5)
+            again[0].load_state_dict(pair[0].state_dict())
+            edited = again[0].layers[0].bias
+            with torch.no_grad():
+                edited[2] += 1.0
+            expected = [each["master_param"].clone() for each in pair[1].state_dict()["state"].values()]
+            at = next(at for at, p in enumerate(again[0].parameters()) if p is edited)
+            expected[at][2] = edited[2].item()
+            again[1].load_state_dict(pair[1].state_dict())
+            again[1].verify()
+            wrong += differences(
+                expected, [p.detach() for p in again[0].layers.parameters()], at=f"{name} into {other}"
+            )
+            again[1].step()
+        return wrong
+
+    assert run_ranks(run, 3) == [[], [], []]
+
+
+def test_sharded_brings_them_where_the_dtype_is_the_same_and_tells_which_it_has_not_read(tmp_path: Path) -> None:
+    """An fp32 run doesn't ask for masters, which no checkpoint of its own would have."""
+
+    def run(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+        pair, wrong = trained("bf16"), []
+        for way in ("torch's", "torch's, optimizer first"):
+            again = start("bf16", 5)
+            save_by(way, tmp_path / way, *pair)
+            load_by(way, tmp_path / way, *again)
+            Sharded(again[1]).state_dict()  # looks at masters
+            wrong += differences(masters(pair), masters(again), at=way)
+        of_fp32 = start("fp32", 5)
+        with logged() as lines:
+            load_by("torch's", tmp_path / "torch's", *of_fp32)
+        return wrong, lines
+
+    (wrong, lines), (also, nothing) = run_ranks(run, 2)
+    assert wrong == also == nothing == []
+    assert len(lines) == 1
+    assert lines[0].startswith("WARNING: layers.0.weight: ")
+    assert "fp32 master" in lines[0]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded, save_checkpoint
+from lowlevel_zero.deepspeed import safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.support.checkpoints import AFTER, BEFORE, Training, differences
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
+from tests.support.saving import Make, Pair, adamw, linear, load_by, momentum, refused, save_by, squares, train, wrapped
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -62,13 +62,8 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, 11, (8,))
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
-
-
-def ours(seed: int, stage: int = 2) -> tuple[Net, LowLevelZeroOptimizer]:
-    model = Net(seed)
-    return model, LowLevelZeroOptimizer(adamw(model.parameters()), model=model, partition_grad=stage == 2)
+def ours(seed: int) -> Pair:
+    return wrapped(Net(seed), adamw, partition_grad=True)
 
 
 def step(model: nn.Module, optimizer: Any, at: int) -> None:
@@ -81,15 +76,11 @@ def step(model: nn.Module, optimizer: Any, at: int) -> None:
     optimizer.zero_grad()
 
 
-def by_name(model: nn.Module, state: dict[int, dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
-    """An optimizer's whole state, by the names of its parameters."""
+def whole(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copies of the model's and the optimizer's tensors, by the names of parameters."""
     names = [name for name, _ in model.named_parameters()]
-    return {names[place]: values for place, values in state.items()}
-
-
-def whole(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Copies of the model's and the optimizer's tensors."""
-    return copy.deepcopy(dict(model.state_dict())), by_name(model, optimizer.state_dict()["state"])
+    state = optimizer.state_dict()["state"]
+    return copy.deepcopy(dict(model.state_dict())), {names[place]: values for place, values in state.items()}
 
 
 def saved(rank: int, world_size: int, path: Path) -> Any:
@@ -100,23 +91,13 @@ def saved(rank: int, world_size: int, path: Path) -> Any:
     return whole(model, optimizer)
 
 
-@contextmanager
-def one_process() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to .* in a single process.*", UserWarning)
-        yield
-
-
-# What is saved here
-
-
+@pytest.mark.filterwarnings("ignore:.*assuming the intent is to .* in a single process.*:UserWarning")
 def test_torch_s_converter_and_loader_have_all_in_its_shape(tmp_path: Path) -> None:
     model, state = run_ranks(saved, 3, tmp_path / "a")[0]
-    with one_process():
-        dcp_to_torch_save(tmp_path / "a", tmp_path / "whole.pt")
-        found = torch.load(tmp_path / "whole.pt", weights_only=True)
-        plain = Net(5)
-        dcp.load({"model": plain.state_dict()}, checkpoint_id=tmp_path / "a")
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    plain = Net(5)
+    dcp.load({"model": plain.state_dict()}, checkpoint_id=tmp_path / "a")
     assert differences(model, found["model"]) == []
     assert differences(state, found["optim"]["state"]) == []
     assert set(found["optim"]["param_groups"][0]["params"]) == set(dict(plain.named_parameters()))
@@ -147,51 +128,37 @@ NEWER = pytest.mark.skipif(fully_shard is None, reason="FSDP2 of torch 2.5 asks 
 
 
 @pytest.mark.parametrize(("make", "world_size"), [(ddp, 2), pytest.param(fsdp, 3, marks=NEWER)])
-def test_other_runs_load_model_and_optimizer_by_name(make: Any, world_size: int, tmp_path: Path) -> None:
-    model, state = run_ranks(saved, 5 - world_size, tmp_path / "a")[0]
-
-    def load(rank: int, world_size: int) -> list[str]:
-        other, optimizer = make(7)
-        own, of_optimizer = get_state_dict(other, optimizer)
-        dcp.load({"model": own, "optim": of_optimizer}, checkpoint_id=tmp_path / "a")
-        set_state_dict(other, optimizer, model_state_dict=own, optim_state_dict=of_optimizer)
-        own, of_optimizer = get_state_dict(other, optimizer)
-        wrong = differences(model, gathered(own), at="model")
-        return wrong + differences(state, gathered(of_optimizer["state"]), at="state")
-
-    assert run_ranks(load, world_size) == [[]] * world_size
-
-
-# What others have saved
-
-
-@pytest.mark.parametrize(("make", "world_size"), [(ddp, 3), pytest.param(fsdp, 2, marks=NEWER)])
-def test_what_other_runs_saved_goes_on_here(make: Any, world_size: int, tmp_path: Path) -> None:
+def test_models_and_optimizers_go_to_other_runs_and_come_from_them(make: Any, world_size: int, tmp_path: Path) -> None:
     def save(rank: int, world_size: int) -> Any:
+        at_save = saved(rank, world_size, tmp_path / "ours")
         model, optimizer = make(0)
         for at in range(3):
             step(model, optimizer, at)
         own, of_optimizer = get_state_dict(model, optimizer)
-        dcp.save({"model": own, "optim": of_optimizer}, checkpoint_id=tmp_path / "a")
+        dcp.save({"model": own, "optim": of_optimizer}, checkpoint_id=tmp_path / "theirs")
         flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
         dcp.save({"model": own, "optim": flat}, checkpoint_id=tmp_path / "flat")
-        at_save = copy.deepcopy((gathered(own), gathered(of_optimizer["state"])))
+        theirs_at_save = copy.deepcopy((gathered(own), gathered(of_optimizer["state"])))
         step(model, optimizer, 3)
-        return at_save, gathered(get_state_dict(model, optimizer)[0])
+        return at_save, theirs_at_save, gathered(get_state_dict(model, optimizer)[0])
 
-    (model, state), later = run_ranks(save, 5 - world_size)[0]
+    ours_at_save, theirs_at_save, later = run_ranks(save, 5 - world_size)[0]
 
     def load(rank: int, world_size: int) -> list[str]:
-        wrong = []
-        for saved, partly in (("a", False), ("flat", True)):  # without param groups that are any others'
+        other, optimizer = make(7)
+        own, of_optimizer = get_state_dict(other, optimizer)
+        dcp.load({"model": own, "optim": of_optimizer}, checkpoint_id=tmp_path / "ours")
+        set_state_dict(other, optimizer, model_state_dict=own, optim_state_dict=of_optimizer)
+        own, of_optimizer = get_state_dict(other, optimizer)
+        wrong = differences(ours_at_save, (gathered(own), gathered(of_optimizer["state"])), at="ours")
+        for path, partly in (("theirs", False), ("flat", True)):  # without param groups that are any others'
             other, optimizer = ours(7)
             both = {"model": other.state_dict(), "optim": Sharded(optimizer)}
             planner = default_planner.DefaultLoadPlanner(allow_partial_load=partly)
-            dcp.load(both, checkpoint_id=tmp_path / saved, planner=planner)
-            own, its_state = whole(other, optimizer)
-            wrong += differences(model, own, at=f"{saved}: model") + differences(state, its_state, at=f"{saved}: state")
+            dcp.load(both, checkpoint_id=tmp_path / path, planner=planner)
+            wrong += differences(theirs_at_save, whole(other, optimizer), at=path)
             step(other, optimizer, 3)
-            wrong += differences(later, dict(other.state_dict()), tolerance=1e-6, at=f"{saved}: later")
+            wrong += differences(later, dict(other.state_dict()), tolerance=1e-6, at=f"{path}: later")
         return wrong
 
     assert run_ranks(load, world_size) == [[]] * world_size
@@ -200,64 +167,28 @@ def test_what_other_runs_saved_goes_on_here(make: Any, world_size: int, tmp_path
 # In a loop of one's own
 
 
-@pytest.mark.parametrize(("dtype", "asynchronous"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
-def test_an_optimizer_travels_in_ones_own_checkpoint(dtype: torch.dtype, asynchronous: bool, tmp_path: Path) -> None:
-    training = Training(dtype=dtype)
-
-    def save(rank: int, world_size: int) -> Any:
-        pair = training.start().train(BEFORE, rank, world_size)
-        state = {"model": pair.model.state_dict(), "optim": Sharded(pair.optimizer), "epoch": 4}
-        if asynchronous:
-            at_save = pair.whole()
-            writing = dcp.async_save(state, checkpoint_id=tmp_path / "a")
-            if fully_shard is None:  # torch 2.5 doesn't copy what is on the host, the model's tensors either
-                writing.result()
-            pair.train(AFTER, rank, world_size)
-            writing.result()
-        else:
-            dcp.save(state, checkpoint_id=tmp_path / "a")
-            at_save = pair.whole()
-            pair.train(AFTER, rank, world_size)
-        return at_save, pair.whole()
-
-    at_save, later = run_ranks(save, 3)[0]
-
-    def load(rank: int, world_size: int) -> list[str]:
-        pair = training.start(seed=3)
-        state: dict[str, Any] = {"model": pair.model.state_dict(), "optim": Sharded(pair.optimizer), "epoch": 0}
-        dcp.load(state, checkpoint_id=tmp_path / "a")
-        wrong = differences(at_save, pair.whole()) + differences(4, state["epoch"])
-        pair.train(AFTER, rank, world_size)
-        return wrong + (differences(later, pair.whole()) if world_size == 3 else [])
-
-    assert run_ranks(load, 3) == [[]] * 3
-    assert run_ranks(load, 2) == [[]] * 2
-
-
-def test_states_that_are_no_tensors_travel_too(tmp_path: Path) -> None:
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self.state[p]["times"] = self.state[p].get("times", 0) + 1
-            return super().step(closure)
-
-    def start(seed: int) -> tuple[Net, LowLevelZeroOptimizer]:
-        model = Net(seed)
-        inner = Counting(model.parameters(), lr=0.1, momentum=0.5)
-        return model, LowLevelZeroOptimizer(inner, model=model, split="elements")
+def test_what_torch_writes_in_the_background_is_the_optimizer_at_the_call(tmp_path: Path) -> None:
+    """Beside other values of one's own."""
 
     def save_and_load(rank: int, world_size: int) -> list[str]:
-        model, optimizer = start(0)
-        step(model, optimizer, 0)
-        optimizer.param_groups[0]["lr"] = 0.25
-        dcp.save({"model": model.state_dict(), "optim": Sharded(optimizer)}, checkpoint_id=tmp_path / "a")
-        other, its = start(1)
-        dcp.load({"model": other.state_dict(), "optim": Sharded(its)}, checkpoint_id=tmp_path / "a")
-        return differences(optimizer.state_dict(), its.state_dict())
+        pair, again = Training(dtype=torch.bfloat16).start(), Training(dtype=torch.bfloat16).start(seed=3)
+        pair.train(BEFORE, rank, world_size)
+        states: list[dict[str, Any]] = [
+            {"model": each.model.state_dict(), "optim": Sharded(each.optimizer), "epoch": epoch}
+            for each, epoch in ((pair, 4), (again, 0))
+        ]
+        at_save = pair.whole()
+        writing = dcp.async_save(states[0], checkpoint_id=tmp_path / "a")
+        if fully_shard is None:  # torch 2.5 doesn't copy what is on the host, the model's tensors either
+            writing.result()
+        pair.train(AFTER, rank, world_size)
+        writing.result()
+        dcp.load(states[1], checkpoint_id=tmp_path / "a")
+        wrong = differences(at_save, again.whole()) + differences(4, states[1]["epoch"])
+        again.train(AFTER, rank, world_size)
+        return wrong + differences(pair.whole(), again.whole())
 
-    assert run_ranks(save_and_load, 2) == [[], []]
+    assert run_ranks(save_and_load, 3) == [[]] * 3
 
 
 class Secretive(torch.optim.Adam):
@@ -267,57 +198,20 @@ class Secretive(torch.optim.Adam):
         super().__init__(parameters, lr=0.01)
 
 
-def secretive(seed: int, steps: int) -> tuple[Net, LowLevelZeroOptimizer]:
-    model = Net(seed)
-    optimizer = LowLevelZeroOptimizer(Secretive(model.parameters(), "a"), model=model, split="elements")
-    for at in range(steps):
-        step(model, optimizer, at)
-    return model, optimizer
-
-
 def test_state_that_a_fresh_optimizer_did_not_ask_for_is_missed(tmp_path: Path) -> None:
+    def secretive(steps: int) -> LowLevelZeroOptimizer:
+        return linear(make=lambda parameters: Secretive(parameters, "a"), steps=steps, split="elements")[1]
+
     def save_and_load(rank: int, world_size: int) -> list[str]:
-        _, optimizer = secretive(0, 2)
+        optimizer = secretive(2)
         dcp.save({"optim": Sharded(optimizer)}, checkpoint_id=tmp_path / "a")
         with pytest.raises(ValueError, match="load its step into.*load_checkpoint"):
-            dcp.load({"optim": Sharded(secretive(1, 0)[1])}, checkpoint_id=tmp_path / "a")
-        _, other = secretive(1, 1)
+            dcp.load({"optim": Sharded(secretive(0))}, checkpoint_id=tmp_path / "a")
+        other = secretive(1)
         dcp.load({"optim": Sharded(other)}, checkpoint_id=tmp_path / "a")
         return differences(optimizer.state_dict(), other.state_dict())
 
     assert run_ranks(save_and_load, 2) == [[], []]
-
-
-def test_weights_that_were_loaded_before_are_what_is_saved(tmp_path: Path) -> None:
-    """Masters of 16-bit weights follow edits of the model at the next step, or when they are looked at."""
-
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        pair = Training(dtype=torch.bfloat16).start().train(BEFORE, rank, world_size)
-        with torch.no_grad():
-            for p in pair.model.parameters():
-                p.add_(1.0)
-        dcp.save({"model": pair.model.state_dict(), "optim": Sharded(pair.optimizer)}, checkpoint_id=tmp_path / "a")
-        again = Training(dtype=torch.bfloat16).start(seed=3)
-        dcp.load({"model": again.model.state_dict(), "optim": Sharded(again.optimizer)}, checkpoint_id=tmp_path / "a")
-        for each in (pair, again):
-            each.train(AFTER, rank, world_size)
-        return differences(pair.whole(), again.whole())
-
-    assert run_ranks(save_and_load, 2) == [[], []]
-
-
-def test_another_optimizer_s_groups_are_refused() -> None:
-    def load(rank: int, world_size: int) -> str:
-        state = Sharded(ours(0)[1]).state_dict()
-        model = Net(1)
-        parameters = list(model.parameters())
-        inner = adamw([{"params": parameters[:2]}, {"params": parameters[2:]}])
-        other = LowLevelZeroOptimizer(inner, model=model)
-        with pytest.raises(ValueError, match="expected 2 param groups, got 1") as caught:
-            Sharded(other).load_state_dict(state)
-        return str(caught.value)
-
-    assert all("build the optimizer with the groups" in told for told in run_ranks(load, 2))
 
 
 def test_torch_s_own_state_dicts_of_an_optimizer_name_what_to_use() -> None:
@@ -336,3 +230,118 @@ def test_torch_s_own_state_dicts_of_an_optimizer_name_what_to_use() -> None:
         return differences(before, whole(model, optimizer)) + differences([0.01] + [None] * 7, settings)
 
     assert run_ranks(attempt, 2) == [[], []]
+
+
+# What ``Sharded`` gives, and refuses
+
+
+def test_tensors_have_the_parameters_shapes_and_ranks_their_slices_without_padding() -> None:
+    def look(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
+        pair = Training(dtype=torch.bfloat16).start().train(BEFORE, rank, world_size)
+        return {
+            f"{name}.{key}": (tuple(tensor.shape), tuple(tensor.to_local().shape))
+            for name, state in Sharded(pair.optimizer).state_dict()["state"].items()
+            for key, tensor in state.items()
+            if hasattr(tensor, "to_local")
+        }
+
+    ranks = run_ranks(look, 3)
+    assert [rank["layers.0.bias.exp_avg"] for rank in ranks] == [((5,), (2,)), ((5,), (2,)), ((5,), (1,))]
+    assert [rank["one.master_param"] for rank in ranks] == [((1,), (1,)), ((1,), (0,)), ((1,), (0,))]
+    assert [rank["layers.2.bias.exp_avg"][1] for rank in ranks] == [(2,), (2,), (1,)]  # dropped: room for state
+    assert ranks[0]["layers.0.weight.exp_avg"] == ((5, 5), (9,))
+    assert all(local[0] <= -(-math.prod(whole) // 3) for rank in ranks for whole, local in rank.values())
+
+
+def nadam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.NAdam([{"params": [p]} for p in parameters], momentum_decay=1e-3)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
+
+
+def test_a_fresh_optimizer_has_room_for_all_that_a_trained_one_has() -> None:
+    def look(rank: int, world_size: int, make: Make) -> list[Any]:
+        pair = linear(make=make)
+        found = []
+        for _ in range(2):
+            state = Sharded(pair[1]).state_dict()["state"]
+            tensors = {(name, key): each for name, of_name in state.items() for key, each in of_name.items()}
+            found.append({at: (type(t), tuple(t.shape), t.dtype, t.device) for at, t in tensors.items()})
+            assert (len(pair[1].optim.state) > 0) == (make is torch.optim.Adagrad or len(found) == 2)
+            train(*pair)
+        return found
+
+    for _, ran in run_cases(look, 2, [(make,) for make in (torch.optim.Adagrad, nadam, sgd, torch.optim.ASGD)]):
+        for fresh, trained in ran.values():
+            assert fresh == trained
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    """Of other groups, and of another memory order."""
+
+    def load(rank: int, world_size: int) -> list[str]:
+        pair = Training().start().train(BEFORE, rank, world_size)
+        _, other = linear(make=adamw)
+        convolutions = [
+            wrapped(nn.Conv2d(2, 3, 2).to(memory_format=order), torch.optim.Adagrad)[1]
+            for order in (torch.channels_last, torch.contiguous_format)
+        ]
+        before = pair.whole()
+        moves = ((pair.optimizer, other), (other, pair.optimizer), convolutions)
+        told = [refused(lambda: Sharded(to).load_state_dict(Sharded(of).state_dict())) for of, to in moves]  # noqa: B023
+        assert differences(before, pair.whole()) == []
+        return told
+
+    for one, two, three in run_ranks(load, 2):
+        assert one.startswith("ValueError: expected 1 param groups, got 3: build the optimizer with the groups")
+        assert two.startswith("ValueError: expected 3 param groups, got 1")
+        assert three.startswith("ValueError: weight: expected state of shape (3, 2, 2, 2) and strides (8, 4, 2, 1)")
+
+
+def test_a_state_that_can_not_be_saved_raises_on_all_ranks() -> None:
+    def give(rank: int, world_size: int) -> str:
+        model, optimizer = linear()
+        if rank == 1:
+            optimizer.state[optimizer.sharded_parameters[model.weight].p32]["its.own"] = torch.zeros(())
+        return refused(Sharded(optimizer).state_dict)
+
+    first, second = run_ranks(give, 2)
+    assert second == "ValueError: weight: expected states with no dot in their names, got 'its.own': rename it"
+    assert "rank 1" in first
+    assert second.removeprefix("ValueError: ") in first
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["saved before a layer's first step", "loaded before any step"])
+def test_a_master_that_was_set_leaves_room_for_states(idle: bool, tmp_path: Path) -> None:
+    def made() -> Pair:
+        torch.manual_seed(0)
+        return wrapped(nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)}).bfloat16(), momentum)
+
+    def set_masters(model: nn.Module) -> None:
+        for p in model.parameters():
+            safe_set_full_fp32_param(p, p.detach().float() + 1e-4)
+
+    def save_and_load(rank: int, world_size: int) -> bool:
+        model, optimizer = made()
+        if idle:
+            set_masters(model)
+        for _ in range(2):
+            optimizer.backward(squares(model["used"] if idle else model))
+            optimizer.step()
+            optimizer.zero_grad()
+        other, fresh = made()
+        if not idle:
+            set_masters(other)
+        save_by("torch's", tmp_path, model, optimizer)
+        load_by("torch's", tmp_path, other, fresh)
+        saved, loaded = (
+            safe_get_full_optimizer_state(each["used"].weight, "momentum_buffer") for each in (model, other)
+        )
+        assert saved is not None
+        assert loaded is not None
+        return torch.equal(saved, loaded)
+
+    assert run_ranks(save_and_load, 2) == [True, True]
