@@ -5,34 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.tensor  # here once, not in every forked rank
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
-from lowlevel_zero.checkpoint import Sharded, latest, load_checkpoint, read_metadata, save_checkpoint
+from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.manifest import read_manifest
 from tests.support.checkpoints import differences
 from tests.support.experts import Mixture, Run, Trained, loss_of, prepare, train_step, whole_name
-from tests.support.ranks import run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks
+from tests.support.saving import Keeping, Pair, adamw, held, load_by, momentum, refused, save_by, wrapped
 
 BEFORE, AFTER = range(2), range(2, 4)
 
 
 def drops(step: int, rank: int) -> set[int]:
     return {0} if step == 0 else set()
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    """Which has more states than others."""
-    return torch.optim.AdamW(params, lr=1e-2)
 
 
 def a_run(world_size: int, size: int, **more: Any) -> Run:
@@ -62,32 +56,39 @@ def whole(trained: Trained, run: Run) -> dict[str, Tensor]:
     return {name if run.numbered else whole_name(name, trained.layout): t.clone() for name, t in tensors}
 
 
-def saved(path: Path, run: Run, **options: Any) -> None:
-    def rank(rank: int, world_size: int) -> None:
-        trained = train(prepare(rank, run), run, BEFORE, rank)
-        save_checkpoint(path, trained.model, trained.optimizer, **options).wait()
-
-    run_ranks(rank, run.world_size)
-
-
-Kept = Callable[[int, int, bool], Path]
+Layout = tuple[int, int]
+Kept = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     """Checkpoints to be read: of so many ranks, so many of which share the experts out, whose names are numbers or not.
 
-    Each is saved when somebody first asks for it.
+    Each is saved when somebody first asks for it; by torch, too, where the experts have names of their own.
     """
     folder = tmp_path_factory.mktemp("kept")
 
-    def of(world_size: int, size: int, numbered: bool) -> Path:
+    def save(rank: int, world_size: int, path: Path, run: Run) -> None:
+        trained = train(prepare(rank, run), run, BEFORE, rank)
+        for way in ("checkpoint", "torch's") if run.numbered else ("checkpoint",):
+            save_by(way, path / way, trained.model, trained.optimizer)
+
+    def of(world_size: int, size: int, numbered: bool, way: str = "checkpoint") -> Path:
         path = folder / f"{world_size}-{size}-{numbered}"
         if not path.exists():
-            saved(path, a_run(world_size, size, numbered=numbered))
-        return path
+            run_ranks(save, world_size, path, a_run(world_size, size, numbered=numbered))
+        return path / way
 
     return of
+
+
+def step_alone(model: Mixture, optimizer: torch.optim.Optimizer, run: Run, step: int) -> None:
+    """A step of all ranks' shares in one process."""
+    shares = [loss_of(model, run, step, 0, rank) for rank in range(run.world_size)]
+    (torch.stack(shares).sum() / run.world_size).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def alone(first: Run, then: Run) -> dict[str, Tensor]:
@@ -96,11 +97,7 @@ def alone(first: Run, then: Run) -> dict[str, Tensor]:
     optimizer = first.optimizer([p for p in model.parameters() if p.requires_grad])
     for run, steps in ((first, BEFORE), (then, AFTER)):
         for step in steps:
-            shares = [loss_of(model, run, step, 0, rank) for rank in range(run.world_size)]
-            (torch.stack(shares).sum() / run.world_size).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_alone(model, optimizer, run, step)
     return model.state_dict()
 
 
@@ -138,29 +135,25 @@ def test_the_same_layout_goes_on_bit_for_bit(in_background: bool, of_run: dict[s
     assert run_ranks(rank, 4) == [[]] * 4
 
 
-class Move(NamedTuple):
-    """From one layout to another: ranks, and how many of them share the experts out."""
-
-    before: tuple[int, int]
-    after: tuple[int, int]
-    numbered: bool
-
-
-MOVES = [
-    Move((4, 2), (2, 2), False),
-    Move((4, 4), (4, 2), True),
-    Move((4, 2), (1, 1), True),
-]
-
-
-@pytest.mark.parametrize("move", MOVES, ids=str)
-def test_other_layouts_go_on_as_in_one_process(move: Move, kept: Kept) -> None:
-    first, then = (a_run(*layout, numbered=move.numbered) for layout in (move.before, move.after))
-    path = kept(*move.before, move.numbered)
+@pytest.mark.filterwarnings("ignore:Detected mismatched keys")  # torch 2.5 says it, and reads them all
+@pytest.mark.parametrize(
+    ("before", "after", "way"),
+    [
+        ((4, 2), (2, 2), "places, checkpoint"),
+        ((4, 4), (4, 2), "checkpoint"),
+        ((4, 2), (1, 1), "checkpoint"),
+        ((4, 2), (2, 2), "torch's"),
+    ],
+)
+def test_other_layouts_go_on_as_in_one_process(before: Layout, after: Layout, way: str, kept: Kept) -> None:
+    """Layouts are numbers of ranks, and how many of them share the experts out."""
+    numbered, way = "places" not in way, way.removeprefix("places, ")
+    first, then = (a_run(*layout, numbered=numbered) for layout in (before, after))
+    path = kept(*before, numbered, way)
 
     def rank(rank: int, world_size: int) -> dict[str, Tensor]:
         trained = emptied(rank, then)
-        load_checkpoint(path, trained.model, trained.optimizer)
+        load_by(way, path, trained.model, trained.optimizer)
         return whole(train(trained, then, AFTER, rank), then)
 
     check_close(alone(first, then), run_ranks(rank, then.world_size))
@@ -193,29 +186,16 @@ def test_a_run_without_experts_has_them_all(dense_first: bool, tmp_path: Path) -
     check_close(alone(first, then), run_ranks(go_on, then.world_size))
 
 
-@pytest.mark.filterwarnings("ignore:Detected mismatched keys")  # torch 2.5 says it, and reads them all
-def test_in_ones_own_checkpoint(tmp_path: Path) -> None:
-    """Slices over each group's own ranks; the model's experts need names of their own there."""
-    first, then = a_run(4, 2, numbered=True), a_run(2, 2, numbered=True)
-
-    def start(rank: int, world_size: int) -> list[tuple[int, int] | None]:
-        trained = train(prepare(rank, first), first, BEFORE, rank)
-        own = Sharded(trained.optimizer)
-        dcp.save({"model": trained.model.state_dict(), "optim": own}, checkpoint_id=tmp_path / "own")
-        states = own.state_dict()["state"]
+def test_sharded_states_are_slices_over_each_group_s_own_ranks() -> None:
+    def look(rank: int, world_size: int) -> list[tuple[int, int] | None]:
+        run = a_run(4, 2, numbered=True)
+        states = Sharded(train(prepare(rank, run), run, BEFORE, rank).optimizer).state_dict()["state"]
         averages = [states.get(name, {}).get("exp_avg") for name in ("experts.0.up.bias", "inward.bias")]
         return [None if each is None else (each.numel(), each.to_local().numel()) for each in averages]
 
-    def go_on(rank: int, world_size: int) -> dict[str, Tensor]:
-        trained = emptied(rank, then)
-        state = {"model": trained.model.state_dict(), "optim": Sharded(trained.optimizer)}
-        dcp.load(state, checkpoint_id=tmp_path / "own")
-        return whole(train(trained, then, AFTER, rank), then)
-
-    experts, shared = zip(*run_ranks(start, 4), strict=True)
+    experts, shared = zip(*run_ranks(look, 4), strict=True)
     assert experts == ((7, 4), None, (7, 3), None)
     assert shared == ((5, 2), (5, 2), (5, 1), (5, 0))
-    check_close(alone(first, then), run_ranks(go_on, 2))
 
 
 # ---- what is written ----
@@ -245,11 +225,7 @@ def test_consolidated_they_are_one_model(kept: Kept, tmp_path: Path, capsys: pyt
     optimizer = run.optimizer([p for p in model.parameters() if p.requires_grad])
     optimizer.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt"))
     for step in AFTER:
-        shares = [loss_of(model, run, step, 0, rank) for rank in range(4)]
-        (torch.stack(shares).sum() / 4).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_alone(model, optimizer, run, step)
     check_close(alone(run, run), [model.state_dict()])
     assert main(["consolidate", str(kept(4, 2, False)), str(tmp_path / "other")]) != 0
     assert "several groups of ranks have a experts.0.up.weight of their own" in capsys.readouterr().err
@@ -275,93 +251,60 @@ def test_inspected_they_have_their_ranks(numbered: bool, kept: Kept, capsys: pyt
     assert "world size: expected 4" in capsys.readouterr().err
 
 
-def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> None:
-        trained = prepare(rank, a_run(2, 2))
-        for step in range(3):
-            save_checkpoint(tmp_path / f"step-{step}", trained.model, trained.optimizer, keep=2)
-
-    run_ranks(rank, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
-    assert latest(tmp_path) == tmp_path / "step-2"
-
-
-class Tally(nn.Module):
-    """A module that has a state of its own, and no tensors."""
+class Counting(Keeping):
+    """A module with a state of its own and another in it, one weight under two names, and a buffer."""
 
     def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
-
-
-class Counting(nn.Linear):
-    """A module with a state of its own, and one weight under two names."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(3, 3)
-        self.count = count
-        self.tally = Tally(count)
+        super().__init__(count)
+        self.tally = Keeping(count)
+        self.weight, self.bias = nn.Linear(3, 3).parameters()
         self.twin = self.weight
         self.register_buffer("seen", torch.tensor([float(count)] * 3))
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def counting(rank: int, count: int, told: bool) -> tuple[nn.ModuleDict, LowLevelZeroOptimizer]:
     model = nn.ModuleDict({"shared": Counting(count), "expert": Counting(count)})
     alone = [dist.new_group([each]) for each in range(2)][rank]
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, LowLevelZeroOptimizer(sgd, {alone: list(model["expert"].parameters())}, model=model if told else None)
+    experts = {alone: list(model["expert"].parameters())}
+    return model, LowLevelZeroOptimizer(momentum(model.parameters()), experts, model=model if told else None)
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["without model=", "with model="])
-def test_what_modules_keep_themselves_buffers_and_tied_weights_are_each_ranks_own(told: bool, tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> list[Any]:
+def test_what_modules_keep_themselves_buffers_and_tied_weights_are_each_ranks_own(tmp_path: Path) -> None:
+    """Whether the optimizer has been told the model or not."""
+
+    def rank(rank: int, world_size: int, told: bool) -> list[Any]:
+        path = tmp_path / str(told)
         model, optimizer = counting(rank, 5 + rank, told)
-        save_checkpoint(tmp_path / "it", model, optimizer)
+        save_checkpoint(path, model, optimizer)
         again, other = counting(rank, 0, told)
-        load_checkpoint(tmp_path / "it", again, other)
+        load_checkpoint(path, again, other)
         assert torch.equal(again["expert"].weight, model["expert"].weight)
         shared, expert = again["shared"], again["expert"]
-        return [shared.count, shared.tally.count, expert.count, expert.tally.count, expert.seen.tolist()]
+        return [shared.kept, shared.tally.kept, expert.kept, expert.tally.kept, expert.seen.tolist()]
 
-    assert run_ranks(rank, 2) == [[5, 5, 5, 5, [5.0] * 3], [5, 5, 6, 6, [6.0] * 3]]
+    for told in (False, True):
+        assert run_ranks(rank, 2, told) == [[5, 5, 5, 5, [5.0] * 3], [5, 5, 6, 6, [6.0] * 3]], told
 
 
-@pytest.mark.parametrize("call", ["state_dict", "Sharded"])
-def test_all_ranks_refuse_what_those_of_one_expert_refuse(call: str) -> None:
+def test_all_ranks_refuse_what_those_of_one_expert_refuse() -> None:
     """Ranks that share another expert have seen nothing, and would go on without the others."""
 
-    def rank(rank: int, world_size: int) -> str:
+    def rank(rank: int, world_size: int, call: str) -> str:
         model = nn.ModuleDict({"shared": nn.Linear(3, 2), "expert": nn.Linear(3, 2)})
         model["expert"].register_buffer("more", torch.zeros(2))
         near = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
-        experts = {near: list(model["expert"].parameters())}
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters()), experts, model=model)
+        _, optimizer = wrapped(model, pg_to_param_list={near: list(model["expert"].parameters())})
         if rank == 1:
             model["expert"].more.data = torch.zeros(3)
             weight = optimizer.optim.param_groups[0]["params"][2]
             optimizer.optim.state[weight]["more"] = torch.zeros_like(weight)
-        try:
-            optimizer.state_dict() if call == "state_dict" else Sharded(optimizer).state_dict()
-        except (RuntimeError, ValueError) as error:
-            return str(error)
-        return "went on"
+        return refused(optimizer.state_dict if call == "state_dict" else Sharded(optimizer).state_dict)
 
-    ours, told, *others = run_ranks(rank, 4)
-    assert ours == told
-    assert "more" in ours
-    assert all("rank 0 could not give " in each for each in others), others
+    for call in ("state_dict", "Sharded"):
+        ours, told, *others = run_ranks(rank, 4, call)
+        assert ours == told
+        assert "more" in ours
+        assert all("rank 0 could not give " in each for each in others), others
 
 
 def test_all_ranks_refuse_an_expert_that_one_has_replaced() -> None:
@@ -369,37 +312,29 @@ def test_all_ranks_refuse_an_expert_that_one_has_replaced() -> None:
         model, optimizer = counting(rank, 0, told=True)
         if rank == 1:
             model["expert"] = Counting(0)
-        with pytest.raises((RuntimeError, ValueError)) as raised:
-            Sharded(optimizer).state_dict()
-        return str(raised.value)
+        return refused(Sharded(optimizer).state_dict)
 
     told, ours = run_ranks(rank, 2)
-    assert ours.startswith("expert.bias: expected the parameter that the optimizer trains")
-    assert ours in told
+    assert ours.startswith("ValueError: expert.bias: expected the parameter that the optimizer trains")
+    assert ours.removeprefix("ValueError: ") in told
 
 
 def test_several_kinds_of_groups(tmp_path: Path) -> None:
     """One expert is shared by ranks two apart, the other by neighbours; both have one name on all ranks."""
 
-    def start(rank: int, seed: int) -> tuple[nn.ModuleDict, LowLevelZeroOptimizer]:
+    def start(rank: int, seed: int, steps: int) -> Pair:
         torch.manual_seed(seed)
         model = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("shared", "apart", "near")})
         apart = [dist.new_group([at, at + 2]) for at in range(2)][rank % 2]
         near = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
         experts = {near: list(model["near"].parameters()), apart: list(model["apart"].parameters())}
-        return model, LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), experts, model=model)
+        return wrapped(model, adamw, steps, pg_to_param_list=experts)
 
     def rank(rank: int, world_size: int) -> list[str]:
-        model, optimizer = start(rank, seed=rank)
-        optimizer.backward(sum(layer(torch.ones(1, 3)).square().sum() for layer in model.values()))
-        optimizer.step()
-        save_checkpoint(tmp_path / "it", model, optimizer)
-        again, other = start(rank, seed=rank + 4)
-        load_checkpoint(tmp_path / "it", again, other)
-        return [
-            *differences(model.state_dict(), again.state_dict()),
-            *differences(optimizer.state_dict(), other.state_dict()),
-        ]
+        saved, loaded = start(rank, rank, 1), start(rank, rank + 4, 0)
+        save_checkpoint(tmp_path / "it", *saved)
+        load_checkpoint(tmp_path / "it", *loaded)
+        return differences(held(*saved), held(*loaded))
 
     assert run_ranks(rank, 4) == [[]] * 4
     experts = read_manifest(tmp_path / "it").experts
@@ -415,77 +350,46 @@ def test_several_kinds_of_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 4), (4, 2)), ((2, 1), (2, 2)), ((2, 2), (2, 1))])
-def test_experts_of_the_same_name_want_as_many_groups(
-    before: tuple[int, int], after: tuple[int, int], kept: Kept
-) -> None:
+def test_experts_of_the_same_name_want_as_many_groups(before: Layout, after: Layout, kept: Kept) -> None:
     path = kept(*before, False)
 
     def load(rank: int, world_size: int) -> str:
         trained = prepare(rank, a_run(*after))
-        held = whole(trained, a_run(*after))
-        with pytest.raises(ValueError, match=r"experts\.0\.up\.weight: expected one of") as caught:
-            load_checkpoint(path, trained.model, trained.optimizer)
-        assert differences(held, whole(trained, a_run(*after))) == []
-        return str(caught.value)
+        before = whole(trained, a_run(*after))
+        told = refused(lambda: load_checkpoint(path, trained.model, trained.optimizer))
+        assert differences(before, whole(trained, a_run(*after))) == []
+        return told
 
     told = run_ranks(load, after[0])
     assert set(told) == {told[0]}
+    assert told[0].startswith("ValueError: experts.0.up.weight: expected one of")
     assert f"{after[1]} groups' own, the checkpoint has {before[1]} groups'" in told[0]
 
 
-def test_a_model_of_other_experts_is_refused_on_all_ranks(kept: Kept) -> None:
+def test_what_one_rank_has_otherwise_is_refused_on_all(kept: Kept, tmp_path: Path) -> None:
+    """A parameter that others' experts lack, a buffer that twins lack, and a name that experts are told apart by."""
     path = kept(2, 2, False)
 
-    def load(rank: int, world_size: int) -> None:
-        trained = prepare(rank, a_run(2, 2))
-        model = trained.model
+    def load(rank: int, world_size: int) -> list[str]:
+        model, optimizer, *_ = prepare(rank, a_run(2, 2))
         if rank == 1:
-            model.experts[1].more = nn.Linear(2, 2)
-            model.experts[1].more.requires_grad_(False)
-        load_checkpoint(path, model, trained.optimizer)
+            model.experts[1].more = nn.Linear(2, 2).requires_grad_(False)
+        taken, its_optimizer = counting(rank, 0, told=True)
+        taken["expert"].register_buffer("weight@1", torch.zeros(1))
+        return [
+            refused(lambda: load_checkpoint(path, model, optimizer)),
+            refused(lambda: save_checkpoint(tmp_path / "it", taken, its_optimizer)),
+        ]
 
-    for raised in run_ranks_expecting(load, 2, timeout=20):
-        assert raised.type in ("ValueError", "RuntimeError")
-        assert "experts.1.more.weight" in raised.message
-
-
-def test_a_name_that_experts_are_told_apart_by_is_taken(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> None:
-        model, optimizer = counting(rank, 0, told=True)
-        model["expert"].register_buffer("weight@1", torch.zeros(1))
-        save_checkpoint(tmp_path / "it", model, optimizer)
-
-    for raised in run_ranks_expecting(save, 2, timeout=20):
-        assert raised.type == "ValueError"
-        assert raised.message.startswith("expert.weight@1: expected another name, since expert.weight of 2 groups'")
-
-
-def test_twins_that_have_come_to_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> None:
-        trained = prepare(rank, a_run(4, 2))
+    def save(rank: int, world_size: int) -> str:
+        model, optimizer, *_ = prepare(rank, a_run(4, 2))
         if rank == 3:
-            trained.model.experts[0].register_buffer("calls", torch.zeros(2))
-        save_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
+            model.experts[0].register_buffer("calls", torch.zeros(2))
+        return refused(lambda: save_checkpoint(tmp_path / "it", model, optimizer))
 
-    raised = run_ranks_expecting(save, 4, timeout=20)
-    assert all("experts.0.calls" in each.message for each in raised)
+    for other, taken in run_ranks(load, 2):
+        assert other.startswith(("ValueError: ", "RuntimeError: "))
+        assert "experts.1.more.weight" in other
+        assert taken.startswith("ValueError: expert.weight@1: expected another name, since expert.weight of 2 groups'")
+    assert all("experts.0.calls" in told for told in run_ranks(save, 4))
     assert not (tmp_path / "it").exists()
-
-
-def test_an_expert_s_buffer_is_its_own_where_each_optimizer_has_a_group_of_the_same_ranks(tmp_path: Path) -> None:
-    def work(rank: int, world_size: int) -> float:
-        expert = nn.Linear(3, 3)
-        expert.register_buffer("calls", torch.tensor(float(rank)))
-        model = nn.ModuleDict({"dense": nn.Linear(3, 3), "expert": expert})
-        parts = {"matrices": [model["dense"].weight, expert.weight], "rest": [model["dense"].bias, expert.bias]}
-        optimizers = {}
-        for name, params in parts.items():
-            group = [dist.new_group([each]) for each in range(world_size)][rank]
-            own = [p for p in params if p is expert.weight or p is expert.bias]
-            optimizers[name] = LowLevelZeroOptimizer(torch.optim.SGD(params, lr=0.1), {group: own}, model=model)
-        save_checkpoint(tmp_path / "it", model, optimizers)
-        expert.calls.fill_(7.0)
-        load_checkpoint(tmp_path / "it", model, optimizers)
-        return expert.calls.item()
-
-    assert run_ranks(work, 2, timeout=30) == [0.0, 1.0]
