@@ -2,83 +2,93 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import shutil
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # here once, not in every forked rank
 from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import checksum, folders, load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint import checksum, folders, load_checkpoint, save_checkpoint, storage
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.checkpoints import wait_for_pruning
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
+from tests.support.saving import Pair, adamw, names_in, wrapped
 
 WIDTH = 512
+OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+COLLECTIVES = (*OBJECTS, "gather", "all_reduce", "all_gather", "broadcast")
 
 
-def trained(layers: int = 2) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+def trained() -> Pair:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model=model, stage=2)
-    optimizer.backward(model(torch.randn(2, WIDTH)).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+    return wrapped(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))), adamw, steps=1, stage=2)
 
 
-def counting(found: Counter[str], owner: Any, name: str) -> None:
-    """Count the calls of ``owner.name`` on this rank."""
+def counting(found: Counter[str], owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    """Count the calls of ``owner.name``."""
     call = getattr(owner, name)
 
     def counted(*args: Any, **options: Any) -> Any:
         found[name] += 1
         return call(*args, **options)
 
-    patch_rank(owner, name, counted)
+    patch.setattr(owner, name, counted)
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_ranks_agree_twice_and_then_exchange_a_few_numbers(in_background: bool, tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> Counter[str]:
+def test_ranks_agree_twice_and_then_exchange_a_few_numbers(tmp_path: Path) -> None:
+    """At once and in the background."""
+
+    def save(rank: int, world_size: int) -> list[Counter[str]]:
         pair = trained()
         save_checkpoint(tmp_path / "first", *pair)
-        found: Counter[str] = Counter()
-        for name in ("all_reduce_max", "all_gather_object"):
-            counting(found, ShardGroup, name)
-        for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
-            counting(found, dist, name)
-        for name in ("gather", "all_reduce", "all_gather", "broadcast"):
-            counting(found, dist, name)
-        save_checkpoint(tmp_path / "second", *pair, async_save=in_background).wait()
+        found: list[Counter[str]] = [Counter(), Counter()]
+        for in_background, counts in enumerate(found):
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("all_reduce_max", "all_gather_object"):
+                    counting(counts, ShardGroup, name, patch)
+                for name in COLLECTIVES:
+                    counting(counts, dist, name, patch)
+                save_checkpoint(tmp_path / str(in_background), *pair, async_save=bool(in_background)).wait()
         return found
 
-    assert run_ranks(save, 3) == [{"all_reduce_max": 2, "gather_object": 1, "broadcast_object_list": 1}] * 3
+    assert run_ranks(save, 3) == [[{"all_reduce_max": 2, "gather_object": 1, "broadcast_object_list": 1}] * 2] * 3
 
 
 def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
-def test_a_save_reads_nothing_and_a_load_each_byte_once(tmp_path: Path) -> None:
+def test_a_save_reads_nothing_and_a_load_each_byte_once_into_states_that_are_there(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> tuple[float, float]:
-        pair = trained()
-        save_checkpoint(tmp_path / "first", *pair)
-        before = bytes_read()
-        save_checkpoint(tmp_path / "second", *pair)
-        saving = bytes_read() - before
+        model, optimizer = trained()
+
+        def places() -> list[int]:
+            states = (optimizer.optim.state[record.p32] for record in optimizer.sharded_parameters)
+            return [state[key].data_ptr() for state in states for key in ("exp_avg", "exp_avg_sq")]
+
+        save_checkpoint(tmp_path / "first", model, optimizer)
+        start = bytes_read()
+        save_checkpoint(tmp_path / "second", model, optimizer)
+        saving = bytes_read() - start
         share = (tmp_path / "second" / f"__{rank}_0.distcp").stat().st_size
-        before = bytes_read()
-        load_checkpoint(tmp_path / "second", *pair)
-        return saving / share, (bytes_read() - before) / share
+        assert 1.0 <= share / (2 * WIDTH * WIDTH * 3 * 4 / world_size) < 1.1
+        before, start = places(), bytes_read()
+        load_checkpoint(tmp_path / "second", model, optimizer)
+        loading = bytes_read() - start
+        assert places() == before
+        return saving / share, loading / share
 
     for saving, loading in run_ranks(run, 2):
         assert saving < 0.02
@@ -104,7 +114,7 @@ def test_a_save_opens_no_older_checkpoint(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "run" / "new", *pair)
         without = sum("older-" in path for path in opened)
         read: Counter[str] = Counter()
-        counting(read, folders, "read_manifest")
+        counting(read, folders, "read_manifest", pytest.MonkeyPatch())
         other = trained()
         for name in ("a", "b", "c"):
             save_checkpoint(tmp_path / "run" / name, *other, keep=2)
@@ -115,7 +125,7 @@ def test_a_save_opens_no_older_checkpoint(tmp_path: Path) -> None:
     assert without == 0
     assert 0 < read <= 3
     assert len(list((tmp_path / "run").glob("older-*"))) == 40
-    assert {place.name for place in (tmp_path / "run").iterdir() if "older" not in place.name} == {"new", "b", "c"}
+    assert {name for name in names_in(tmp_path / "run") if "older" not in name} == {"new", "b", "c"}
 
 
 def test_nobody_waits_for_pruning(tmp_path: Path) -> None:
@@ -135,14 +145,21 @@ def test_nobody_waits_for_pruning(tmp_path: Path) -> None:
         return seen
 
     assert run_ranks(save, 2) == [[True, True]] * 2
-    assert {place.name for place in tmp_path.iterdir()} == {"c"}
+    assert names_in(tmp_path) == {"c"}
 
 
-def test_memory_of_asynchronous_saves_is_kept(tmp_path: Path) -> None:
+def test_asynchronous_saves_are_waited_for_and_keep_their_memory(tmp_path: Path) -> None:
+    """By further saves, and by loads."""
+
     def save(rank: int, world_size: int) -> None:
         pair = trained()
+        write = storage.CheckpointWriter.write_share
+        patch_rank(storage.CheckpointWriter, "write_share", lambda *args: (time.sleep(0.3), write(*args))[1])
         first = save_checkpoint(tmp_path / "a", *pair, async_save=True)
-        second = save_checkpoint(tmp_path / "b", *pair, async_save=True)
+        second = save_checkpoint(tmp_path / "b", *pair, extra="second", async_save=True)
+        assert first.done()
+        assert load_checkpoint(tmp_path / "b", *pair) == "second"
+        assert second.done()
         save_checkpoint(tmp_path / "c", *pair)
         third = save_checkpoint(tmp_path / "d", *pair, async_save=True)
         third.wait()
@@ -180,3 +197,83 @@ def test_a_checksum_shows_what_has_changed(tmp_path: Path) -> None:
     zeroed = data[:block] + bytes(4096) + data[block + 4096 :]
     for other in (swapped, zeroed, data[:-1], data + b"\0", b""):
         assert of(other) != whole
+
+
+# Memory at its peak, over what was held before
+
+M_MMAP_THRESHOLD = -3
+LAYERS, LARGE = 12, 1280
+WHOLE = LARGE * LARGE * 4  # bytes of one weight, or of one whole state
+SHARE = 3 * LAYERS / 2  # whole tensors that a rank holds of weights and two states
+
+
+def peak_over_held(call: Callable[[], object]) -> float:
+    """How much resident memory rose at most while ``call`` ran, in whole tensors."""
+    call()  # what is allocated once and kept
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is held now
+    held = resident("VmRSS")
+    kept = call()
+    del kept
+    return (resident("VmHWM") - held) / WHOLE
+
+
+def within(low: float, high: float, call: Callable[[], object], attempts: int = 10) -> float:
+    """``peak_over_held``, as soon as it is between the two on all ranks.
+
+    What threads give back meanwhile, and what the system takes, is in a measurement too; but never in all of them.
+    """
+    peak = 0.0
+    for _ in range(attempts):
+        peak = peak_over_held(call)
+        outside = torch.tensor([int(not low < peak < high)])
+        dist.all_reduce(outside)
+        if not outside.item():
+            break
+    return peak
+
+
+def resident(line: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{line}:")[1].split()[0]) * 1024
+
+
+def large() -> Pair:
+    # So that what is freed goes back to the system, and is seen when it is taken again; from the first tensor on.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(LARGE, LARGE, bias=False) for _ in range(LAYERS)))
+    return wrapped(model, adamw, steps=1, partition_grad=True)
+
+
+def test_a_save_holds_two_slices_or_one_copy_of_the_share_and_a_load_one_parameter(tmp_path: Path) -> None:
+    """The copy is an asynchronous save's."""
+
+    def measure(rank: int, world_size: int) -> list[float]:
+        model, optimizer = large()
+        numbers = count()
+
+        def save(in_background: bool = False) -> None:
+            save_checkpoint(tmp_path / str(next(numbers)), model, optimizer, async_save=in_background).wait()
+
+        calls = (
+            save,
+            lambda: load_checkpoint(tmp_path / "0", model, optimizer),
+            lambda: optimizer.state_dict(only_on_master=True),
+            lambda: save(in_background=True),
+        )
+        return [within(*bounds, call) for bounds, call in zip(bounds_of(rank), calls, strict=True)]
+
+    def bounds_of(rank: int) -> tuple[tuple[float, float], ...]:
+        return (
+            (-1.0, 1.0),  # a slice is half a tensor
+            (-1.0, 2.0),  # a parameter's slices, and what carries them, beside what is there
+            # The states themselves on the first rank; on others one tensor, and what carries it.
+            (0.5, 2.2) if rank else (2 * LAYERS - 1.5, 2 * LAYERS + 2.2),
+            (0.0, SHARE + 5.0),
+        )
+
+    for rank, peaks in enumerate(run_ranks(measure, 2, timeout=100)):
+        for (low, high), peak in zip(bounds_of(rank), peaks, strict=True):
+            assert low < peak < high, (rank, peaks)
