@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # here once, not in every forked rank
-import torch.distributed.tensor  # likewise
+import torch._dynamo
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -21,24 +20,24 @@ from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, sa
 from lowlevel_zero.layout import layout_of
 from tests.support.checkpoints import differences
 from tests.support.ranks import run_ranks
+from tests.support.saving import Keeping, Pair, train
 
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-class Block(nn.Module):
+@pytest.fixture(scope="module", autouse=True)
+def _backends_of_the_compiler() -> None:
+    """Loads them all, which takes seconds: here once, not in every forked rank."""
+    torch._dynamo.lookup_backend("eager")
+
+
+class Block(Keeping):
     """Has an attribute of its own that is called as wrappers call what they wrap, a buffer, and state of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(0)
         self.module = nn.Linear(4, 4)
         self.register_buffer("mask", torch.ones(4))
-        self.seen = 0
-
-    def get_extra_state(self) -> int:
-        return self.seen
-
-    def set_extra_state(self, state: int) -> None:
-        self.seen = state
 
 
 class Net(nn.Module):
@@ -69,7 +68,7 @@ WRAPPINGS: dict[str, tuple[Wrap, Wrap]] = {
 }
 
 
-def start(wrapping: str, seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
+def start(wrapping: str, seed: int) -> Pair:
     """The model as it is given to the checkpoint, and its optimizer."""
     torch.manual_seed(seed)
     inside, outside = WRAPPINGS[wrapping]
@@ -82,19 +81,22 @@ def start(wrapping: str, seed: int) -> tuple[nn.Module, LowLevelZeroOptimizer]:
     return model, LowLevelZeroOptimizer(optimizer, model=given, partition_grad=True)
 
 
-def train(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-    """A step, which needs no forward: of what is compiled that would take seconds."""
-    optimizer.backward(torch.stack([p.square().sum() for p in model.parameters() if p.requires_grad]).sum())
-    optimizer.step()
-    optimizer.zero_grad()
+def trained(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> Pair:
+    """After a step, which needs no forward: of what is compiled that would take seconds."""
+    train(model, optimizer)
+    count(model, 1)
+    return model, optimizer
+
+
+def count(model: nn.Module, seen: int) -> None:
     for module in model.modules():
         if isinstance(module, Block):
-            module.seen += 1
+            module.kept = seen
 
 
 def whole(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> Any:
     tensors = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
-    return tensors, optimizer.state_dict()["state"], [m.seen for m in model.modules() if isinstance(m, Block)]
+    return tensors, optimizer.state_dict()["state"], [m.kept for m in model.modules() if isinstance(m, Block)]
 
 
 OWN = {
@@ -103,15 +105,27 @@ OWN = {
 }
 
 
-def test_any_wrapping_loads_into_any_other(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with a checkpoint of each wrapping, and what was in each."""
+    folder = tmp_path_factory.mktemp("saved")
+
     def save(rank: int, world_size: int) -> dict[str, Any]:
         expected = {}
         for wrapping in WRAPPINGS:
-            model, optimizer = start(wrapping, seed=0)
-            train(model, optimizer)
-            save_checkpoint(tmp_path / wrapping, model, optimizer)
+            model, optimizer = trained(*start(wrapping, seed=0))
+            save_checkpoint(folder / wrapping, model, optimizer)
             expected[wrapping] = whole(model, optimizer)
+            names = {name for name in OWN if "mask" not in name and "frozen" not in name}
+            assert set(Sharded(optimizer).state_dict()["state"]) == names
+            assert {p.name for p in layout_of(optimizer).parameters} == names
         return expected
+
+    return folder, run_ranks(save, 2)[0]
+
+
+def test_any_wrapping_loads_into_any_other(saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, expected = saved
 
     def load(rank: int, world_size: int) -> list[str]:
         wrong = []
@@ -119,53 +133,36 @@ def test_any_wrapping_loads_into_any_other(tmp_path: Path) -> None:
             model, optimizer = start(target, seed=1 + rank)
             # Each into the bare one, and into the next but one; the bare one into each.
             for source in {list(WRAPPINGS)[at - 2], "bare"} if target != "bare" else WRAPPINGS:
-                for module in model.modules():
-                    if isinstance(module, Block):
-                        module.seen = 7
-                load_checkpoint(tmp_path / source, model, optimizer)
+                count(model, 7)
+                load_checkpoint(folder / source, model, optimizer)
                 wrong += differences(expected[source], whole(model, optimizer), at=f"{source} into {target}")
         return wrong
 
-    expected = run_ranks(save, 2)[0]
     for wrapping in WRAPPINGS:
-        assert set(read_manifest(tmp_path / wrapping).tensors) == OWN, wrapping
+        assert set(read_manifest(folder / wrapping).tensors) == OWN, wrapping
     assert run_ranks(load, 3) == [[]] * 3
 
 
-def test_a_consolidated_file_loads_into_wrapped_and_bare_models(tmp_path: Path) -> None:
+def test_a_consolidated_file_loads_into_wrapped_and_bare_models(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     """By load_state_dict as it is, but for wrappers that hide the model's own names from it."""
+    folder, expected = saved
+    assert main(["consolidate", str(folder / "both"), str(tmp_path / "out")]) == 0
+    file = tmp_path / "out" / "model.safetensors"
+    assert set(load_file(file)) == OWN | {"tied.weight"}
 
-    def save(rank: int, world_size: int) -> Any:
-        model, optimizer = start("both", seed=0)
-        train(model, optimizer)
-        save_checkpoint(tmp_path / "both", model, optimizer)
-        return whole(model, optimizer)[0]
-
-    def load(rank: int, world_size: int, file: Path, expected: Any) -> list[str]:
+    def load(rank: int, world_size: int) -> list[str]:
         wrong = []
         for wrapping in WRAPPINGS:
             model, _ = start(wrapping, seed=1)
             state = load_file(file)
             takes_it = wrapping in ("bare", "checkpointing")
             model.load_state_dict(state if takes_it else state_dict_for(model, state), strict=False)
-            wrong += differences(expected, whole(model, _)[0], at=wrapping)
+            wrong += differences(expected["both"][0], whole(model, _)[0], at=wrapping)
         return wrong
 
-    expected = run_ranks(save, 2)[0]
-    assert main(["consolidate", str(tmp_path / "both"), str(tmp_path / "out")]) == 0
-    file = tmp_path / "out" / "model.safetensors"
-    assert set(load_file(file)) == OWN | {"tied.weight"}
-    assert run_ranks(load, 1, file, expected) == [[]]
-
-
-def test_names_of_slices_and_of_messages_are_the_model_s_own() -> None:
-    def slices(rank: int, world_size: int) -> Any:
-        model, optimizer = start("both", seed=0)
-        train(model, optimizer)
-        return set(Sharded(optimizer).state_dict()["state"]), {p.name for p in layout_of(optimizer).parameters}
-
-    trained = {name for name in OWN if "mask" not in name and "frozen" not in name}
-    assert run_ranks(slices, 2) == [(trained, trained)] * 2
+    assert run_ranks(load, 1) == [[]]
 
 
 @pytest.mark.colossalai
@@ -189,7 +186,7 @@ def test_a_boosted_model_s_names_are_the_bare_one_s(tmp_path: Path) -> None:
         wrong = []
         for at, wrap in enumerate(wraps):
             model, optimizer = boosted(wrap, at)
-            train(model, optimizer)
+            trained(model, optimizer)
             save_checkpoint(tmp_path / str(at), model, optimizer)
             assert set(read_manifest(tmp_path / str(at)).tensors) == OWN
             again, its_optimizer = boosted(wraps[at - 1], 5)
