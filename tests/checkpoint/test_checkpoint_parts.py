@@ -147,23 +147,16 @@ def test_states_that_would_not_come_back_are_refused_on_all_ranks(tmp_path: Path
 # Without what is frozen
 
 
-class Adapted(nn.Module):
-    """A frozen base with a buffer and a tied name, and an adapter that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).requires_grad_(False)
-        self.again = nn.Linear(64, 64, bias=False)
-        self.again.weight = self.base[0].weight
-        self.down, self.up = nn.Linear(64, 2, bias=False), nn.Linear(2, 64, bias=False)
-
-
 FROZEN = ["base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"]
 
 
 def adapted(seed: int, in_groups: bool = False, thaw: str = "") -> Pair:
+    """A frozen base with a buffer and a tied name, and an adapter that is trained."""
     torch.manual_seed(seed)
-    model = Adapted()
+    base = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).requires_grad_(False)
+    adapter = {"down": nn.Linear(64, 2, bias=False), "up": nn.Linear(2, 64, bias=False)}
+    model = nn.ModuleDict({"base": base, "again": nn.Linear(64, 64, bias=False), **adapter})
+    model.again.weight = base[0].weight
     model.base[1].running_mean.fill_(float(seed))
     for name, p in model.named_parameters():
         p.requires_grad_(p.requires_grad or name == thaw)

@@ -294,7 +294,9 @@ def test_all_ranks_refuse_what_those_of_one_expert_refuse() -> None:
         model["expert"].register_buffer("more", torch.zeros(2))
         near = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
         _, optimizer = wrapped(model, pg_to_param_list={near: list(model["expert"].parameters())})
-        if rank == 1:
+        if rank == 1 and call == "replaced":
+            model["expert"] = nn.Linear(3, 2)
+        elif rank == 1:
             model["expert"].more.data = torch.zeros(3)
             weight = optimizer.optim.param_groups[0]["params"][2]
             optimizer.optim.state[weight]["more"] = torch.zeros_like(weight)
@@ -305,18 +307,9 @@ def test_all_ranks_refuse_what_those_of_one_expert_refuse() -> None:
         assert ours == told
         assert "more" in ours
         assert all("rank 0 could not give " in each for each in others), others
-
-
-def test_all_ranks_refuse_an_expert_that_one_has_replaced() -> None:
-    def rank(rank: int, world_size: int) -> str:
-        model, optimizer = counting(rank, 0, told=True)
-        if rank == 1:
-            model["expert"] = Counting(0)
-        return refused(Sharded(optimizer).state_dict)
-
-    told, ours = run_ranks(rank, 2)
-    assert ours.startswith("ValueError: expert.bias: expected the parameter that the optimizer trains")
-    assert ours.removeprefix("ValueError: ") in told
+    told, ours, *others = run_ranks(rank, 4, "replaced")
+    assert ours.startswith("ValueError: expert.weight: expected the parameter that the optimizer trains")
+    assert all(ours.removeprefix("ValueError: ") in each for each in (told, *others))
 
 
 def test_several_kinds_of_groups(tmp_path: Path) -> None:
