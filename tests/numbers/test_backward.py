@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
 from tests.support.covering import covering
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks
 from tests.support.scripts import (
     BOTH,
@@ -131,23 +132,21 @@ def test_a_pass_without_a_backward_adds_nothing_to_a_scaled_model() -> None:
         assert not torch.equal(without, net(layers=1).half()[0].weight)
 
 
-def test_backward_context_surrounds_backward() -> None:
-    def train(rank: int, world_size: int) -> list[str]:
-        seen: list[str] = []
+@on_ranks(1)
+def test_backward_context_surrounds_backward(rank: int) -> None:
+    seen: list[str] = []
 
-        @contextmanager
-        def context() -> Iterator[None]:
-            seen.append("in")
-            yield
-            seen.append("out")
+    @contextmanager
+    def context() -> Iterator[None]:
+        seen.append("in")
+        yield
+        seen.append("out")
 
-        model = net()
-        model[0].weight.register_hook(lambda grad: seen.append("backward"))
-        optimizer = LowLevelZeroOptimizer(momentum(model), model=model, backward_context=context)
-        optimizer.backward(loss_at(model, 0)(rank))
-        return seen
-
-    assert run_ranks(train, 1) == [["in", "backward", "out"]]
+    model = net()
+    model[0].weight.register_hook(lambda grad: seen.append("backward"))
+    optimizer = LowLevelZeroOptimizer(momentum(model), model=model, backward_context=context)
+    optimizer.backward(loss_at(model, 0)(rank))
+    assert seen == ["in", "backward", "out"]
 
 
 def test_a_loss_of_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,27 +170,23 @@ def test_a_loss_of_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> 
 # Where gradients are
 
 
-def test_gradients_leave_with_backward_and_stay_under_no_sync(subtests: pytest.Subtests) -> None:
-    def train(rank: int, world_size: int, way: str) -> tuple[list[bool], bool]:
-        model = net()
-        side = Together(rank, **BOTH[way])
-        optimizer = side.wrap(momentum(model), model)
-        with optimizer.no_sync():
-            for step in range(2):
-                side.backward(optimizer, loss_at(model, step)(rank))
-        kept = {name: p.grad for name, p in model.named_parameters()}
-        twin = net()
+@on_ranks(2, [(way,) for way in BOTH])
+def test_gradients_leave_with_backward_and_stay_under_no_sync(rank: int, way: str) -> None:
+    model = net()
+    side = Together(rank, **BOTH[way])
+    optimizer = side.wrap(momentum(model), model)
+    with optimizer.no_sync():
         for step in range(2):
-            loss_at(twin, step)(rank).backward()
-        intact = all(torch.equal(p.grad, kept[name]) for name, p in twin.named_parameters())  # type: ignore[arg-type]
-        side.backward(optimizer, loss_at(model, 2)(rank))
-        gone = [isinstance(p.grad, ShardedGradient) for p in model.parameters()]
-        optimizer.zero_grad()
-        return gone, intact
-
-    for (way,), ran in run_cases(train, 2, [(way,) for way in BOTH]):
-        with subtests.test(way):
-            assert ran.values() == [([True] * 8, True)] * 2
+            side.backward(optimizer, loss_at(model, step)(rank))
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    twin = net()
+    for step in range(2):
+        loss_at(twin, step)(rank).backward()
+    intact = all(torch.equal(p.grad, kept[name]) for name, p in twin.named_parameters())  # type: ignore[arg-type]
+    side.backward(optimizer, loss_at(model, 2)(rank))
+    gone = [isinstance(p.grad, ShardedGradient) for p in model.parameters()]
+    optimizer.zero_grad()
+    assert (gone, intact) == ([True] * 8, True)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -240,32 +235,27 @@ def test_a_step_between_forward_and_backward_is_noticed(subtests: pytest.Subtest
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a step", "another backward"])
-def test_a_plain_backward_that_ends_by_an_error_loses_the_gradients(again: bool) -> None:
+@on_ranks(2, timeout=30)
+def test_a_plain_backward_that_ends_by_an_error_loses_the_gradients(rank: int, again: bool) -> None:
     """As an ``optimizer.backward`` does: the gradients that had come before the error aren't stepped."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_bucket_size=4)
+    before = [p.detach().clone() for p in model.parameters()]
 
-    def train(rank: int, world_size: int) -> None:
-        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), reduce_bucket_size=4)
-        before = [p.detach().clone() for p in model.parameters()]
+    def fail(_: Tensor) -> None:
+        if rank == 1:
+            raise ZeroDivisionError("the moon is full")
 
-        def fail(_: Tensor) -> None:
-            if rank == 1:
-                raise ZeroDivisionError("the moon is full")
-
-        hook = model[0].weight.register_hook(fail)
-        with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
-            model(torch.ones(2, 3)).sum().backward()
-        hook.remove()
-        if again:
-            model(torch.ones(2, 3)).sum().backward()
-        with pytest.raises(
-            RuntimeError, match=r"lost some on this rank to an error before .*loss.backward\(\) has ended"
-        ):
-            optimizer.step()
-        assert all(map(torch.equal, model.parameters(), before))
-        optimizer.zero_grad()
+    hook = model[0].weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError) if rank == 1 else nullcontext():
         model(torch.ones(2, 3)).sum().backward()
+    hook.remove()
+    if again:
+        model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"lost some on this rank to an error before .*loss.backward\(\) has ended"):
         optimizer.step()
-        optimizer.verify()
-
-    run_ranks(train, 2, timeout=30)
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.verify()

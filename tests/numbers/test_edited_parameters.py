@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_ranks
 from tests.support.scripts import STAGES, Alone, Case, Script, Together, adamw, check_each, net, steps
 
@@ -103,31 +104,27 @@ def test_a_group_may_be_a_generator_or_one_parameter(subtests: pytest.Subtests) 
     check_each({way: Case(script_of(way), STAGES["stage2"]) for way in WAYS_TO_ADD}, subtests)
 
 
-def test_adding_what_is_there_already_is_refused_and_changes_nothing() -> None:
-    def train(rank: int, world_size: int) -> int:
-        model = net()
-        optimizer = LowLevelZeroOptimizer(adamw(model[:2]), model=model)
-        with pytest.raises(ValueError, match=r"1\.weight.*one it has"):
-            optimizer.add_param_group({"params": [model[2].weight, model[1].weight]})
-        steps(Together(rank), model, optimizer, range(1))
-        return len(optimizer.param_groups)
-
-    assert run_ranks(train, 2) == [1, 1]
+@on_ranks(2)
+def test_adding_what_is_there_already_is_refused_and_changes_nothing(rank: int) -> None:
+    model = net()
+    optimizer = LowLevelZeroOptimizer(adamw(model[:2]), model=model)
+    with pytest.raises(ValueError, match=r"1\.weight.*one it has"):
+        optimizer.add_param_group({"params": [model[2].weight, model[1].weight]})
+    steps(Together(rank), model, optimizer, range(1))
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parameters_that_exchange_their_memory_keep_each_other_s_values(dtype: torch.dtype) -> None:
-    def train(rank: int, world_size: int) -> list[float]:
-        parameters = [nn.Parameter(torch.full((4,), float(at), dtype=dtype)) for at in range(3)]
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(parameters, lr=0.5))
-        memory = [p.data for p in parameters]
-        for at, p in enumerate(parameters):
-            p.data = memory[(at + 1) % 3]
-        optimizer.backward(torch.stack([p.sum() for p in parameters]).sum())
-        optimizer.step()
-        return [p[0].item() for p in parameters]
-
-    assert run_ranks(train, 2, timeout=30) == [[0.5, 1.5, -0.5]] * 2
+@on_ranks(2, timeout=30)
+def test_parameters_that_exchange_their_memory_keep_each_other_s_values(rank: int, dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.full((4,), float(at), dtype=dtype)) for at in range(3)]
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(parameters, lr=0.5))
+    memory = [p.data for p in parameters]
+    for at, p in enumerate(parameters):
+        p.data = memory[(at + 1) % 3]
+    optimizer.backward(torch.stack([p.sum() for p in parameters]).sum())
+    optimizer.step()
+    assert [p[0].item() for p in parameters] == [0.5, 1.5, -0.5]
 
 
 class Replacing(torch.optim.Optimizer):

@@ -27,6 +27,7 @@ from tests.support.experts import (
     wrap,
 )
 from tests.support.numbers import trained
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
 
 
@@ -261,32 +262,28 @@ def test_experts_that_differ_in_a_group_of_twins() -> None:
     assert "rank 1 could not" in raised[0].message
 
 
-def test_lists_without_parameters_change_nothing() -> None:
-    def rank(rank: int, world_size: int) -> int:
-        layout = lay_out(rank, 2, 2)
-        model = Mixture(layout)
-        empty = {layout.twins: [], dist.group.WORLD: list(model.parameters()), dist.GroupMember.NON_GROUP_MEMBER: []}
-        optimizer = wrap(Run(2, 2), model, layout, pg_to_param_list=empty)
-        return len(list(optimizer.sharded_groups))
-
-    assert run_ranks(rank, 2) == [1, 1]
+@on_ranks(2)
+def test_lists_without_parameters_change_nothing(rank: int) -> None:
+    layout = lay_out(rank, 2, 2)
+    model = Mixture(layout)
+    empty = {layout.twins: [], dist.group.WORLD: list(model.parameters()), dist.GroupMember.NON_GROUP_MEMBER: []}
+    optimizer = wrap(Run(2, 2), model, layout, pg_to_param_list=empty)
+    assert len(list(optimizer.sharded_groups)) == 1
 
 
-def test_experts_of_another_dtype_on_one_rank_are_refused_when_they_are_added() -> None:
-    def work(rank: int, world_size: int) -> None:
-        group = [dist.new_group([each]) for each in range(world_size)][rank]
-        model = nn.ModuleDict({"dense": nn.Linear(3, 3), "late": nn.Linear(3, 3).requires_grad_(False)})
-        model["late"].to(torch.float64 if rank == 0 else torch.float32)
-        sgd = torch.optim.SGD(model["dense"].parameters(), lr=0.1)
-        optimizer = LowLevelZeroOptimizer(sgd, {group: list(model["late"].parameters())}, model=model)
-        model["late"].requires_grad_(True)
-        with pytest.raises(ValueError, match="expected the same model.*dtypes"):
-            optimizer.add_param_group({"params": list(model["late"].parameters())})
-        model["late"].requires_grad_(False)
-        optimizer.backward(model["dense"](torch.ones(2, 3)).sum())
-        optimizer.step()
-
-    run_ranks(work, 2, timeout=30)
+@on_ranks(2, timeout=30)
+def test_experts_of_another_dtype_on_one_rank_are_refused_when_they_are_added(rank: int) -> None:
+    group = [dist.new_group([each]) for each in range(2)][rank]
+    model = nn.ModuleDict({"dense": nn.Linear(3, 3), "late": nn.Linear(3, 3).requires_grad_(False)})
+    model["late"].to(torch.float64 if rank == 0 else torch.float32)
+    sgd = torch.optim.SGD(model["dense"].parameters(), lr=0.1)
+    optimizer = LowLevelZeroOptimizer(sgd, {group: list(model["late"].parameters())}, model=model)
+    model["late"].requires_grad_(True)
+    with pytest.raises(ValueError, match="expected the same model.*dtypes"):
+        optimizer.add_param_group({"params": list(model["late"].parameters())})
+    model["late"].requires_grad_(False)
+    optimizer.backward(model["dense"](torch.ones(2, 3)).sum())
+    optimizer.step()
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_, clip_grad_value_
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import run_cases
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 
@@ -40,59 +41,51 @@ def two(rank: int, **options: Any) -> tuple[Two, LowLevelZeroOptimizer]:
     return model, optimizer
 
 
-def test_gradients_of_slices_may_be_taken_away_and_exchanged(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, offload: bool) -> None:
-        model, optimizer = two(rank, cpu_offload=offload)
-        optimizer.synchronize()
-        used, other, dropped = slices(optimizer)
-        assert dropped.grad is None
-        used.grad, other.grad = other.grad, used.grad
-        assert optimizer.get_param_grad(model.used).tolist() == [3.0] * 5
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        assert model.used.tolist() == [value - 3.0 for value in range(5)]
-        assert model.other.tolist() == [value - 1.5 for value in range(5)]
-        assert model.dropped.tolist() == [0.0, 1.0, 2.0]
-        assert optimizer.get_grad_norm() == pytest.approx((5 * 9 + 5 * 2.25) ** 0.5)
-        before = model.used.detach().clone()
-        optimizer.zero_grad()
-        optimizer.backward(model(1.0))
-        optimizer.synchronize()
-        used.grad = None
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        assert torch.equal(model.used, before)
-        assert model.other.tolist() == [value - 3.5 for value in range(5)]
-        assert optimizer.get_grad_norm() == pytest.approx(20**0.5)
-
-    for (offload,), ran in run_cases(work, 2, [(False,), (True,)], one_group=True):
-        with subtests.test(offload=offload):
-            ran.values()
+@on_ranks(2, [(False,), (True,)])
+def test_gradients_of_slices_may_be_taken_away_and_exchanged(rank: int, offload: bool) -> None:
+    model, optimizer = two(rank, cpu_offload=offload)
+    optimizer.synchronize()
+    used, other, dropped = slices(optimizer)
+    assert dropped.grad is None
+    used.grad, other.grad = other.grad, used.grad
+    assert optimizer.get_param_grad(model.used).tolist() == [3.0] * 5
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert model.used.tolist() == [value - 3.0 for value in range(5)]
+    assert model.other.tolist() == [value - 1.5 for value in range(5)]
+    assert model.dropped.tolist() == [0.0, 1.0, 2.0]
+    assert optimizer.get_grad_norm() == pytest.approx((5 * 9 + 5 * 2.25) ** 0.5)
+    before = model.used.detach().clone()
+    optimizer.zero_grad()
+    optimizer.backward(model(1.0))
+    optimizer.synchronize()
+    used.grad = None
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert torch.equal(model.used, before)
+    assert model.other.tolist() == [value - 3.5 for value in range(5)]
+    assert optimizer.get_grad_norm() == pytest.approx(20**0.5)
 
 
-def test_edited_gradients_are_clipped_by_their_global_norm(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, by_option: bool, offload: bool) -> None:
-        clip = {"clip_grad_norm": 1.0} if by_option else {}
-        model, optimizer = two(rank, cpu_offload=offload, **clip)
-        optimizer.synchronize()
-        used, other, _ = slices(optimizer)
-        used.grad.fill_(3.0)
-        other.grad = torch.full_like(other, 4.0)
-        if not by_option:
-            assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(125**0.5)
-            factor = 125**-0.5
-            torch.testing.assert_close(used.grad[:2].clone(), torch.full((2,), 3 * factor))
-            torch.testing.assert_close(other.grad[:2].clone(), torch.full((2,), 4 * factor))
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        assert optimizer.get_grad_norm() == pytest.approx(125**0.5 if by_option else 1.0)
-        torch.testing.assert_close(model.used.detach(), torch.arange(5.0) - 3 * 125**-0.5)
-        torch.testing.assert_close(model.other.detach(), torch.arange(5.0) - 4 * 125**-0.5)
-
+@on_ranks(2, product((False, True), (False, True)))
+def test_edited_gradients_are_clipped_by_their_global_norm(rank: int, by_option: bool, offload: bool) -> None:
     # Five elements on two ranks: the sixth is padding, which an edit may reach and nobody may count.
-    for (by_option, offload), ran in run_cases(work, 2, product((False, True), (False, True)), one_group=True):
-        with subtests.test(by_option=by_option, offload=offload):
-            ran.values()
+    clip = {"clip_grad_norm": 1.0} if by_option else {}
+    model, optimizer = two(rank, cpu_offload=offload, **clip)
+    optimizer.synchronize()
+    used, other, _ = slices(optimizer)
+    used.grad.fill_(3.0)
+    other.grad = torch.full_like(other, 4.0)
+    if not by_option:
+        assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(125**0.5)
+        factor = 125**-0.5
+        torch.testing.assert_close(used.grad[:2].clone(), torch.full((2,), 3 * factor))
+        torch.testing.assert_close(other.grad[:2].clone(), torch.full((2,), 4 * factor))
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert optimizer.get_grad_norm() == pytest.approx(125**0.5 if by_option else 1.0)
+    torch.testing.assert_close(model.used.detach(), torch.arange(5.0) - 3 * 125**-0.5)
+    torch.testing.assert_close(model.other.detach(), torch.arange(5.0) - 4 * 125**-0.5)
 
 
 def test_an_overflow_skips_the_step_whatever_became_of_it(subtests: pytest.Subtests) -> None:
@@ -126,23 +119,20 @@ def test_an_overflow_skips_the_step_whatever_became_of_it(subtests: pytest.Subte
             ran.values()
 
 
-def test_a_gradient_of_another_optimizer_s_backward_is_added() -> None:
+@on_ranks(2)
+def test_a_gradient_of_another_optimizer_s_backward_is_added(rank: int) -> None:
     """As in plain torch, also after ``synchronize``: ``zero_grad`` before that backward would drop nothing of it."""
-
-    def work(rank: int, world_size: int) -> None:
-        model, optimizer = two(rank)
-        other = nn.Linear(1, 1)
-        another = LowLevelZeroOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), model=other)
-        optimizer.synchronize()
-        another.backward(model(1.0) + 0.0 * other(torch.ones(1)).sum())
-        assert model.used.grad is not None
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        assert model.used.tolist() == [value - 2.5 for value in range(5)]
-        optimizer.zero_grad()
-        assert model.used.grad is None
-
-    run_ranks(work, 2)
+    model, optimizer = two(rank)
+    other = nn.Linear(1, 1)
+    another = LowLevelZeroOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), model=other)
+    optimizer.synchronize()
+    another.backward(model(1.0) + 0.0 * other(torch.ones(1)).sum())
+    assert model.used.grad is not None
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert model.used.tolist() == [value - 2.5 for value in range(5)]
+    optimizer.zero_grad()
+    assert model.used.grad is None
 
 
 # Other orders of calls
@@ -198,42 +188,33 @@ Order = Callable[[Two, LowLevelZeroOptimizer], float]
 ORDERS: list[Order] = [twice, step_that_synchronizes, driven_backward, bare_backward, nothing_to_skip, skipped_twice]
 
 
-def test_each_order_of_calls_steps_by_what_is_there(subtests: pytest.Subtests) -> None:
+@on_ranks(2, product(ORDERS, STAGES))
+def test_each_order_of_calls_steps_by_what_is_there(rank: int, order: Order, stage: str) -> None:
     """A reduction is never made twice, and an edit is never lost."""
-
-    def work(rank: int, world_size: int, order: Order, stage: str) -> None:
-        model, optimizer = two(rank, **STAGES[stage])
-        moved = order(model, optimizer)
-        assert model.other.tolist() == [value - moved for value in range(5)]
-
-    for (order, stage), ran in run_cases(work, 2, product(ORDERS, STAGES)):
-        with subtests.test(order.__name__, stage=stage):
-            ran.values()
+    model, optimizer = two(rank, **STAGES[stage])
+    moved = order(model, optimizer)
+    assert model.other.tolist() == [value - moved for value in range(5)]
 
 
-def test_synchronize_is_refused_under_no_sync() -> None:
-    def work(rank: int, world_size: int) -> None:
-        _, optimizer = two(rank)
-        with optimizer.no_sync(), pytest.raises(RuntimeError, match="outside of no_sync"):
-            optimizer.synchronize()
-
-    run_ranks(work, 2)
-
-
-def test_a_gradient_can_t_be_assigned_to_a_slice_of_a_dropped_layer() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model, optimizer = two(rank)
+@on_ranks(2)
+def test_synchronize_is_refused_under_no_sync(rank: int) -> None:
+    _, optimizer = two(rank)
+    with optimizer.no_sync(), pytest.raises(RuntimeError, match="outside of no_sync"):
         optimizer.synchronize()
-        slices(optimizer)[2].grad = torch.ones_like(slices(optimizer)[2])
-        with pytest.raises(ValueError, match="dropped: expected .grad of a slice to be assigned where some rank has"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.backward(model(1.0))
-        model.dropped.grad = torch.full_like(model.dropped, 1.0 + rank)
-        optimizer.step()
-        assert model.dropped.tolist() == [value - 1.5 for value in range(3)]
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_gradient_can_t_be_assigned_to_a_slice_of_a_dropped_layer(rank: int) -> None:
+    model, optimizer = two(rank)
+    optimizer.synchronize()
+    slices(optimizer)[2].grad = torch.ones_like(slices(optimizer)[2])
+    with pytest.raises(ValueError, match="dropped: expected .grad of a slice to be assigned where some rank has"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(model(1.0))
+    model.dropped.grad = torch.full_like(model.dropped, 1.0 + rank)
+    optimizer.step()
+    assert model.dropped.tolist() == [value - 1.5 for value in range(3)]
 
 
 def taken_away(p32: Tensor) -> None:
@@ -255,23 +236,19 @@ EDITS_APART = [
 ]
 
 
-def test_ranks_must_make_the_same_edits(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, edit: Callable[[Tensor], None], message: str) -> None:
-        model, optimizer = two(rank)
-        optimizer.synchronize()
-        if rank == 1:
-            edit(slices(optimizer)[1])
-        with pytest.raises(RuntimeError) as caught:
-            optimizer.step()
-        assert message in str(caught.value)
-        optimizer.zero_grad()
-        optimizer.backward(model(1.0))
+@on_ranks(2, EDITS_APART)
+def test_ranks_must_make_the_same_edits(rank: int, edit: Callable[[Tensor], None], message: str) -> None:
+    model, optimizer = two(rank)
+    optimizer.synchronize()
+    if rank == 1:
+        edit(slices(optimizer)[1])
+    with pytest.raises(RuntimeError) as caught:
         optimizer.step()
-        assert model.other.tolist() == [value - 2.0 for value in range(5)]
-
-    for (edit, _), ran in run_cases(work, 2, EDITS_APART):
-        with subtests.test(edit.__name__):
-            ran.values()
+    assert message in str(caught.value)
+    optimizer.zero_grad()
+    optimizer.backward(model(1.0))
+    optimizer.step()
+    assert model.other.tolist() == [value - 2.0 for value in range(5)]
 
 
 NUMBERS_APART: list[tuple[Callable[[nn.Module, float], object], str]] = [
@@ -293,31 +270,26 @@ NUMBERS_APART: list[tuple[Callable[[nn.Module, float], object], str]] = [
 ]
 
 
-def test_ranks_must_edit_by_the_same_numbers(subtests: pytest.Subtests) -> None:
+@on_ranks(2, NUMBERS_APART)
+def test_ranks_must_edit_by_the_same_numbers(
+    rank: int, edit: Callable[[nn.Module, float], object], message: str
+) -> None:
     """Each rank would scale its own slices by its own number, and all would have the same weights afterwards."""
-
-    def work(rank: int, world_size: int, edit: Callable[[nn.Module, float], object], message: str) -> None:
-        model, optimizer = two(rank)
-        optimizer.synchronize()
-        edit(model, 1.0 + rank)
-        with pytest.raises(RuntimeError, match="expected the same edits of p.grad on every rank") as caught:
-            optimizer.step()
-        assert message in str(caught.value)
-        optimizer.zero_grad()
-        optimizer.backward(model(1.0))
-        edit(model, 1.0 + rank * 2**-20)  # a rounding
+    model, optimizer = two(rank)
+    optimizer.synchronize()
+    edit(model, 1.0 + rank)
+    with pytest.raises(RuntimeError, match="expected the same edits of p.grad on every rank") as caught:
         optimizer.step()
+    assert message in str(caught.value)
+    optimizer.zero_grad()
+    optimizer.backward(model(1.0))
+    edit(model, 1.0 + rank * 2**-20)  # a rounding
+    optimizer.step()
 
-    for (_, message), ran in run_cases(work, 2, NUMBERS_APART):
-        with subtests.test(message):
-            ran.values()
 
-
-def test_a_sparse_gradient_may_be_assigned() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model, optimizer = two(rank)
-        replaced_by_a_sparse_one(slices(optimizer)[1])
-        optimizer.step()
-        assert model.other.tolist() == [value - 1.0 for value in range(5)]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_sparse_gradient_may_be_assigned(rank: int) -> None:
+    model, optimizer = two(rank)
+    replaced_by_a_sparse_one(slices(optimizer)[1])
+    optimizer.step()
+    assert model.other.tolist() == [value - 1.0 for value in range(5)]

@@ -20,6 +20,7 @@ from lowlevel_zero.layout import memory_held
 from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from tests.support.numbers import STAGES, trained
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import (
     Run,
     adamw,
@@ -53,20 +54,17 @@ def test_not_a_bit_differs_from_a_run_without(subtests: pytest.Subtests) -> None
                 check_close(plain, [plain, offloaded], 0.0)
 
 
-def test_masters_are_copies_and_gradients_arrive_beside_them() -> None:
+@on_ranks(2)
+def test_masters_are_copies_and_gradients_arrive_beside_them(rank: int) -> None:
     """What the CPU could share it doesn't: so all of these tests run what a device would."""
-
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(4, 4)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), cpu_offload=True)
-        masters = optimizer.get_working_to_master_map()
-        homes = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        assert not homes & {masters[id(p)].untyped_storage().data_ptr() for p in model.parameters()}
-        optimizer.backward(model(torch.ones(1, 4)).sum())
-        held = memory_held(optimizer)
-        assert held.masters == sum(master.numel() * 4 for master in masters.values())
-
-    run_ranks(work, 2)
+    model = nn.Linear(4, 4)
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), cpu_offload=True)
+    masters = optimizer.get_working_to_master_map()
+    homes = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert not homes & {masters[id(p)].untyped_storage().data_ptr() for p in model.parameters()}
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    held = memory_held(optimizer)
+    assert held.masters == sum(master.numel() * 4 for master in masters.values())
 
 
 def test_the_norm_that_clips_is_that_of_edited_gradients() -> None:

@@ -17,7 +17,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.sharded_parameter import ShardedParameter
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -89,109 +90,94 @@ def _faked(layer: nn.Linear) -> Tensor:
     return layer.weight
 
 
-def test_whoever_reads_a_parameter_gets_its_new_values(subtests: pytest.Subtests) -> None:
-    def work(_rank: int, _size: int, reader: str) -> None:
-        torch.manual_seed(0)
-        layer = nn.Linear(3, 3)
-        optimizer = sharded(layer)
-        for _ in range(2):
-            optimizer.backward(layer(torch.ones(2, 3)).square().sum())
-            optimizer.step()
-            assert type(layer.weight) is AwaitedParameter
-            seen = READERS[reader](layer).detach().clone()
-            assert type(layer.weight) is nn.Parameter
-            optimizer._force_wait_all_gather()
-            torch.testing.assert_close(seen, layer.weight.detach(), rtol=1e-6, atol=1e-6)
-            optimizer.zero_grad()
-
-    for (reader,), ran in run_cases(work, 2, [(reader,) for reader in READERS], one_group=True):
-        with subtests.test(reader):
-            ran.values()
-
-
-def test_looking_at_a_parameter_waits_for_nothing() -> None:
-    def work(_rank: int, _size: int) -> None:
-        layer = nn.Linear(3, 3)
-        optimizer = sharded(layer)
-        optimizer.backward(layer(torch.ones(2, 3)).sum())
+@on_ranks(2, [(reader,) for reader in READERS])
+def test_whoever_reads_a_parameter_gets_its_new_values(rank: int, reader: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3)
+    optimizer = sharded(layer)
+    for _ in range(2):
+        optimizer.backward(layer(torch.ones(2, 3)).square().sum())
         optimizer.step()
-        layer.zero_grad()
-        optimizer.zero_grad()
-        assert isinstance(layer.weight, nn.Parameter)
-        looked = layer.weight.shape, layer.weight.dtype, layer.weight.device, layer.weight.requires_grad
-        assert looked == (torch.Size([3, 3]), torch.float32, torch.device("cpu"), True)
-        assert layer.weight.numel() == 9
-        assert layer.weight.grad is None
         assert type(layer.weight) is AwaitedParameter
+        seen = READERS[reader](layer).detach().clone()
+        assert type(layer.weight) is nn.Parameter
+        optimizer._force_wait_all_gather()
+        torch.testing.assert_close(seen, layer.weight.detach(), rtol=1e-6, atol=1e-6)
+        optimizer.zero_grad()
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_looking_at_a_parameter_waits_for_nothing(rank: int) -> None:
+    layer = nn.Linear(3, 3)
+    optimizer = sharded(layer)
+    optimizer.backward(layer(torch.ones(2, 3)).sum())
+    optimizer.step()
+    layer.zero_grad()
+    optimizer.zero_grad()
+    assert isinstance(layer.weight, nn.Parameter)
+    looked = layer.weight.shape, layer.weight.dtype, layer.weight.device, layer.weight.requires_grad
+    assert looked == (torch.Size([3, 3]), torch.float32, torch.device("cpu"), True)
+    assert layer.weight.numel() == 9
+    assert layer.weight.grad is None
+    assert type(layer.weight) is AwaitedParameter
 
 
 class Tagged(Tensor):
     """A tensor whose class its results have, too."""
 
 
-def test_what_is_made_of_a_tensor_of_another_class_has_that_class() -> None:
-    def work(_rank: int, _size: int) -> tuple[bool, type, type]:
-        model = nn.Linear(3, 3)
-        optimizer = sharded(model)
-        optimizer.backward(model(torch.ones(2, 3)).sum())
-        optimizer.step()
-        awaited = type(model.weight) is AwaitedParameter
-        x = torch.ones(2, 3).as_subclass(Tagged)
-        return awaited, type(model(x)), type(model(x))
-
-    assert run_ranks(work, 2, timeout=30) == [(True, Tagged, Tagged)] * 2
+@on_ranks(2, timeout=30)
+def test_what_is_made_of_a_tensor_of_another_class_has_that_class(rank: int) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = sharded(model)
+    optimizer.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    awaited = type(model.weight) is AwaitedParameter
+    x = torch.ones(2, 3).as_subclass(Tagged)
+    assert (awaited, type(model(x)), type(model(x))) == (True, Tagged, Tagged)
 
 
-def test_a_parameter_waits_for_its_own_bucket_alone() -> None:
-    def work(_rank: int, _size: int) -> None:
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-        optimizer = sharded(model)
-        optimizer.backward(model(torch.ones(2, 6)).sum())
-        optimizer.step()
-        model[2].weight.sum()
-        assert type(model[2].weight) is nn.Parameter
-        assert type(model[0].weight) is AwaitedParameter
-        assert type(model[3].weight) is AwaitedParameter
-        model(torch.ones(2, 6))
-        assert all(type(p) is nn.Parameter for p in model.parameters())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_parameter_waits_for_its_own_bucket_alone(rank: int) -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    optimizer = sharded(model)
+    optimizer.backward(model(torch.ones(2, 6)).sum())
+    optimizer.step()
+    model[2].weight.sum()
+    assert type(model[2].weight) is nn.Parameter
+    assert type(model[0].weight) is AwaitedParameter
+    assert type(model[3].weight) is AwaitedParameter
+    model(torch.ones(2, 6))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_step_writes_is_not_taken_for_an_edit(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+@on_ranks(2)
+def test_what_a_step_writes_is_not_taken_for_an_edit(rank: int, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """Masters would be made to agree with their parameters at every step, which takes longer than the step."""
-
-    def work(_rank: int, _size: int) -> None:
-        layer = nn.Linear(4, 2).bfloat16()  # its storage needs no padding, and is kept
-        optimizer = LowLevelZeroOptimizer(AdamW(layer.parameters()), overlap_allgather=overlap)
-        settled = []
-        monkeypatch.setattr(ShardedParameter, "_settle", lambda record, *_: settled.append(record.name))
-        for step in range(3):
-            optimizer.backward(layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
-            optimizer.step()
-            assert settled == (["param_groups[0]['params'][0]"] if step == 2 else [])
-            if step == 1:
-                with torch.no_grad():
-                    layer.weight.mul_(2)
-
-    run_ranks(work, 2)
-
-
-def test_an_optimizer_that_goes_leaves_new_values_behind() -> None:
-    def work(_rank: int, _size: int) -> None:
-        layer = nn.Linear(3, 3)
-        old = layer.weight.detach().clone()
-        optimizer = sharded(layer)
-        optimizer.backward(layer(torch.ones(2, 3)).sum())
+    layer = nn.Linear(4, 2).bfloat16()  # its storage needs no padding, and is kept
+    optimizer = LowLevelZeroOptimizer(AdamW(layer.parameters()), overlap_allgather=overlap)
+    settled = []
+    monkeypatch.setattr(ShardedParameter, "_settle", lambda record, *_: settled.append(record.name))
+    for step in range(3):
+        optimizer.backward(layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
         optimizer.step()
-        del optimizer
-        assert type(layer.weight) is nn.Parameter
-        assert bool((layer.weight != old).all())
+        assert settled == (["param_groups[0]['params'][0]"] if step == 2 else [])
+        if step == 1:
+            with torch.no_grad():
+                layer.weight.mul_(2)
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_an_optimizer_that_goes_leaves_new_values_behind(rank: int) -> None:
+    layer = nn.Linear(3, 3)
+    old = layer.weight.detach().clone()
+    optimizer = sharded(layer)
+    optimizer.backward(layer(torch.ones(2, 3)).sum())
+    optimizer.step()
+    del optimizer
+    assert type(layer.weight) is nn.Parameter
+    assert bool((layer.weight != old).all())
 
 
 def test_parameters_of_a_class_of_their_own_are_there_when_the_step_ends() -> None:
@@ -212,54 +198,50 @@ def test_parameters_of_a_class_of_their_own_are_there_when_the_step_ends() -> No
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_compiled_code_stays_whole(overlap: bool) -> None:
-    def work(_rank: int, _size: int) -> None:
-        from torch._dynamo.utils import counters
+@on_ranks(2)
+def test_compiled_code_stays_whole(rank: int, overlap: bool) -> None:
+    from torch._dynamo.utils import counters
 
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
-        plain = copy.deepcopy(model)
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        optimizers = sharded(model, overlap=overlap), sharded(plain, overlap=overlap)
-        for step in range(4):
-            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step))
-            for optimizer, each in zip(optimizers, (compiled, plain), strict=True):
-                optimizer.backward(each(x).square().sum())
-                optimizer.step()
-                optimizer.zero_grad()
-        assert counters["stats"]["unique_graphs"] == 1
-        assert not counters["graph_break"]
-        for p, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, other)
-
-    run_ranks(work, 2)
-
-
-def test_a_model_may_be_compiled_while_its_parameters_are_on_their_way() -> None:
-    def work(_rank: int, _size: int) -> None:
-        from torch._dynamo.utils import counters
-
-        torch.manual_seed(0)
-        model = Odd()
-        plain = copy.deepcopy(model)
-        optimizer, other = sharded(model), sharded(plain, overlap=False)
-        forward: Callable[[Tensor], Tensor] = model
-        for step in range(6):
-            tokens = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(step))
-            if step == 2:
-                assert type(model.norm.weight) is AwaitedParameter
-                forward = torch.compile(lambda tokens: model(tokens), backend="eager", fullgraph=True)
-            optimizer.backward(forward(tokens))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizers = sharded(model, overlap=overlap), sharded(plain, overlap=overlap)
+    for step in range(4):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step))
+        for optimizer, each in zip(optimizers, (compiled, plain), strict=True):
+            optimizer.backward(each(x).square().sum())
             optimizer.step()
             optimizer.zero_grad()
-            other.backward(plain(tokens))
-            other.step()
-            other.zero_grad()
-        assert counters["stats"]["unique_graphs"] == 1
-        for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    for p, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, other)
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_model_may_be_compiled_while_its_parameters_are_on_their_way(rank: int) -> None:
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model = Odd()
+    plain = copy.deepcopy(model)
+    optimizer, other = sharded(model), sharded(plain, overlap=False)
+    forward: Callable[[Tensor], Tensor] = model
+    for step in range(6):
+        tokens = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(step))
+        if step == 2:
+            assert type(model.norm.weight) is AwaitedParameter
+            forward = torch.compile(lambda tokens: model(tokens), backend="eager", fullgraph=True)
+        optimizer.backward(forward(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+        other.backward(plain(tokens))
+        other.step()
+        other.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, expected)
 
 
 class Scripted(nn.Module):

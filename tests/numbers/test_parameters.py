@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.layout import traffic_of
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import check_close
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases
 from tests.support.scripts import (
     STAGES,
     Alone,
@@ -113,30 +114,26 @@ def test_every_kind_trains_and_keeps_its_strides(world_size: int, bucket: int, s
                     assert seen == {kept}, kind
 
 
-def test_a_model_of_empty_parameters_alone_can_step() -> None:
-    def train(rank: int, world_size: int) -> float | None:
-        model = Kinds(("empty", "empty_matrix"))
-        optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
-        optimizer.backward(model(0, rank))
-        optimizer.step()
-        optimizer.zero_grad()
-        return optimizer.get_grad_norm()
-
-    assert run_ranks(train, 2) == [0.0, 0.0]
+@on_ranks(2)
+def test_a_model_of_empty_parameters_alone_can_step(rank: int) -> None:
+    model = Kinds(("empty", "empty_matrix"))
+    optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
+    optimizer.backward(model(0, rank))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.get_grad_norm() == 0.0
 
 
-def test_maps_tell_slices_and_padding() -> None:
-    def look(rank: int, world_size: int) -> list[tuple[str, int, int, bool]]:
-        model = Kinds(("zero_d", "five", "twelve"))
-        optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
-        slices, back = optimizer.get_working_to_master_map(), optimizer.get_master_to_working_map()
-        padding = optimizer.get_param_padding_map()
-        return [
-            (name, slices[id(p)].numel(), padding[id(p)], back[id(slices[id(p)])] is p)
-            for name, p in model.named_parameters()
-        ]
-
-    assert run_ranks(look, 3) == [[("zero_d", 1, 2, True), ("five", 2, 1, True), ("twelve", 4, 0, True)]] * 3
+@on_ranks(3)
+def test_maps_tell_slices_and_padding(rank: int) -> None:
+    model = Kinds(("zero_d", "five", "twelve"))
+    optimizer = LowLevelZeroOptimizer(adamw(model), model=model)
+    slices, back = optimizer.get_working_to_master_map(), optimizer.get_master_to_working_map()
+    padding = optimizer.get_param_padding_map()
+    assert [
+        (name, slices[id(p)].numel(), padding[id(p)], back[id(slices[id(p)])] is p)
+        for name, p in model.named_parameters()
+    ] == [("zero_d", 1, 2, True), ("five", 2, 1, True), ("twelve", 4, 0, True)]
 
 
 # Storage

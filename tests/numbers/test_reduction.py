@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.bucket_store import pack
+from tests.support.on_ranks import on_ranks
 from tests.support.options import grouped
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
@@ -130,15 +131,12 @@ def test_bad_options_are_refused(options: dict[str, Any], kind: str, message: st
     assert message in error.message
 
 
-def test_micro_batches_in_16_bits_are_summed_in_fp32() -> None:
+@on_ranks(2)
+def test_micro_batches_in_16_bits_are_summed_in_fp32(rank: int) -> None:
     """In bf16 the sum of 512 and 2 is 512."""
-
-    def work(rank: int, world_size: int) -> float:
-        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD([weight], lr=1.0))
-        for gradient in (256.0, 1.0, 1.0):
-            optimizer.backward((weight * gradient).sum())
-        optimizer.synchronize()
-        return float(optimizer.optim.param_groups[0]["params"][0].grad[0])
-
-    assert run_ranks(work, 2) == [258.0, 258.0]
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([weight], lr=1.0))
+    for gradient in (256.0, 1.0, 1.0):
+        optimizer.backward((weight * gradient).sum())
+    optimizer.synchronize()
+    assert float(optimizer.optim.param_groups[0]["params"][0].grad[0]) == 258.0

@@ -19,6 +19,7 @@ from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.offload import sleep
 from lowlevel_zero.streams import Streams
 from tests.support.numbers import STAGES
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Run, adamw, build, groups, loss_of, momentum
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 from tests.support.two_devices import DEVICE, HOST, TwoDevices
@@ -153,109 +154,94 @@ def a_linear(mode: TwoDevices, **options: Any) -> tuple[nn.Module, LowLevelZeroO
     return model, zero
 
 
-def test_what_is_included_alone_sleeps(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, kind: str) -> None:
-        with two_devices() as mode:
-            _, zero = a_linear(mode)
-            sizes = {each: sum(t.untyped_storage().nbytes() for t in held(zero, each)) for each in SLEEPY}
-            moved = zero.offload_states(include=[kind])
-            found = sides(zero, mode)
-            assert [each for each in found if found[each] == {HOST}] == [kind] * (kind != "buffers")
-            assert sizes.get(kind, 0) <= moved <= sizes.get(kind, 0) + 32  # and step counts
-            assert zero.streams.released == (kind == "buffers")
-            assert zero.offload_states(include=("masters", "states")) > 0  # wakes the others
-            assert {each for each, at in sides(zero, mode).items() if at == {HOST}} == {"masters", "states"}
-
-    for (kind,), ran in run_cases(work, 2, [(kind,) for kind in sleep.KINDS]):
-        with subtests.test(kind):
-            ran.values()
+@on_ranks(2, [(kind,) for kind in sleep.KINDS])
+def test_what_is_included_alone_sleeps(rank: int, kind: str) -> None:
+    with two_devices() as mode:
+        _, zero = a_linear(mode)
+        sizes = {each: sum(t.untyped_storage().nbytes() for t in held(zero, each)) for each in SLEEPY}
+        moved = zero.offload_states(include=[kind])
+        found = sides(zero, mode)
+        assert [each for each in found if found[each] == {HOST}] == [kind] * (kind != "buffers")
+        assert sizes.get(kind, 0) <= moved <= sizes.get(kind, 0) + 32  # and step counts
+        assert zero.streams.released == (kind == "buffers")
+        assert zero.offload_states(include=("masters", "states")) > 0  # wakes the others
+        assert {each for each, at in sides(zero, mode).items() if at == {HOST}} == {"masters", "states"}
 
 
-def test_memory_of_the_device_is_let_go_and_gradients_of_a_step_are_forgotten_asleep() -> None:
-    def work(rank: int, world_size: int) -> None:
-        with two_devices() as mode:
-            _, zero = a_linear(mode)
-            storages = [ref(each.untyped_storage()) for kind in SLEEPY for each in held(zero, kind)]
+@on_ranks(2)
+def test_memory_of_the_device_is_let_go_and_gradients_of_a_step_are_forgotten_asleep(rank: int) -> None:
+    with two_devices() as mode:
+        _, zero = a_linear(mode)
+        storages = [ref(each.untyped_storage()) for kind in SLEEPY for each in held(zero, kind)]
+        zero.offload_states()
+        gc.collect()
+        assert not any(each() for each in storages)
+        zero.zero_grad()
+        assert sides(zero, mode) == {**SLEEPY, "gradients": set()}  # it didn't wake
+        zero.reload_states()
+        assert sides(zero, mode) == {"masters": {DEVICE}, "states": {DEVICE}, "gradients": set()}
+
+
+@on_ranks(2)
+def test_masters_that_are_the_parameter_stay_and_with_them_its_memory(rank: int) -> None:
+    with two_devices() as mode:
+        model, zero = a_linear(mode, dtype=torch.float32)
+        weight = model.weight.detach().clone()
+        zero.offload_states()
+        assert sides(zero, mode) == {**SLEEPY, "masters": set()}
+        assert torch.equal(model.weight, weight)
+        zero.step()
+        assert not torch.equal(model.weight, weight)
+
+
+@on_ranks(2)
+def test_experts_sleep_too(rank: int) -> None:
+    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    with two_devices() as mode:
+        model = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(2))
+        for p in model.parameters():
+            mode.put(p, DEVICE)
+        experts = {alone: list(model[1].parameters())}
+        zero = LowLevelZeroOptimizer(adamw(model.parameters()), pg_to_param_list=experts, model=model)
+        for _ in range(2):
+            zero.backward(sum(layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum() for layer in model))
             zero.offload_states()
-            gc.collect()
-            assert not any(each() for each in storages)
-            zero.zero_grad()
-            assert sides(zero, mode) == {**SLEEPY, "gradients": set()}  # it didn't wake
-            zero.reload_states()
-            assert sides(zero, mode) == {"masters": {DEVICE}, "states": {DEVICE}, "gradients": set()}
-
-    run_ranks(work, 2)
-
-
-def test_masters_that_are_the_parameter_stay_and_with_them_its_memory() -> None:
-    def work(rank: int, world_size: int) -> None:
-        with two_devices() as mode:
-            model, zero = a_linear(mode, dtype=torch.float32)
-            weight = model.weight.detach().clone()
-            zero.offload_states()
-            assert sides(zero, mode) == {**SLEEPY, "masters": set()}
-            assert torch.equal(model.weight, weight)
+            assert {mode.side(each) for each in held(zero, "gradients")} == {HOST}
             zero.step()
-            assert not torch.equal(model.weight, weight)
-
-    run_ranks(work, 2)
-
-
-def test_experts_sleep_too() -> None:
-    def work(rank: int, world_size: int) -> None:
-        alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
-        with two_devices() as mode:
-            model = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(2))
-            for p in model.parameters():
-                mode.put(p, DEVICE)
-            experts = {alone: list(model[1].parameters())}
-            zero = LowLevelZeroOptimizer(adamw(model.parameters()), pg_to_param_list=experts, model=model)
-            for _ in range(2):
-                zero.backward(sum(layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum() for layer in model))
-                zero.offload_states()
-                assert {mode.side(each) for each in held(zero, "gradients")} == {HOST}
-                zero.step()
-                zero.offload_states()
-                assert sides(zero, mode) == SLEEPY
-                zero.zero_grad()
-
-    run_ranks(work, 2)
-
-
-def test_a_checkpoint_is_saved_asleep_as_awake_and_loading_wakes(tmp_path: Any) -> None:
-    def work(rank: int, world_size: int) -> None:
-        with two_devices() as mode:
-            model, zero = a_linear(mode)
-            save_checkpoint(tmp_path / "awake", model, zero)
             zero.offload_states()
-            save_checkpoint(tmp_path / "asleep", model, zero)
-            after = []
-            for path in ("awake", "asleep"):
-                zero.step()  # by the gradients that the first step has left
-                zero.offload_states()
-                load_checkpoint(tmp_path / path, model, zero)
-                assert HOST not in set().union(*sides(zero, mode).values())
-                zero.step()
-                after.append([each.clone() for kind in ("masters", "states") for each in held(zero, kind)])
-            assert all(map(torch.equal, *after))
-
-    run_ranks(work, 2)
+            assert sides(zero, mode) == SLEEPY
+            zero.zero_grad()
 
 
-def test_on_the_host_there_is_nothing_to_move_and_a_line_tells_that() -> None:
-    def work(rank: int, world_size: int, offload: bool) -> None:
-        told: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lowlevel_zero").addHandler(handler)
-        logging.getLogger("lowlevel_zero").setLevel(logging.INFO)
-        with two_devices() if offload else nullcontext(TwoDevices()) as mode:
-            _, zero = a_linear(mode, cpu_offload=offload)
-            assert zero.offload_states() == 0
-        assert "offload_states: what is to be offloaded is on the host already" in told
+@on_ranks(2)
+def test_a_checkpoint_is_saved_asleep_as_awake_and_loading_wakes(rank: int, tmp_path: Any) -> None:
+    with two_devices() as mode:
+        model, zero = a_linear(mode)
+        save_checkpoint(tmp_path / "awake", model, zero)
+        zero.offload_states()
+        save_checkpoint(tmp_path / "asleep", model, zero)
+        after = []
+        for path in ("awake", "asleep"):
+            zero.step()  # by the gradients that the first step has left
+            zero.offload_states()
+            load_checkpoint(tmp_path / path, model, zero)
+            assert HOST not in set().union(*sides(zero, mode).values())
+            zero.step()
+            after.append([each.clone() for kind in ("masters", "states") for each in held(zero, kind)])
+        assert all(map(torch.equal, *after))
 
-    for _, ran in run_cases(work, 2, [(True,), (False,)]):
-        ran.values()
+
+@on_ranks(2, [(True,), (False,)])
+def test_on_the_host_there_is_nothing_to_move_and_a_line_tells_that(rank: int, offload: bool) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lowlevel_zero").addHandler(handler)
+    logging.getLogger("lowlevel_zero").setLevel(logging.INFO)
+    with two_devices() if offload else nullcontext(TwoDevices()) as mode:
+        _, zero = a_linear(mode, cpu_offload=offload)
+        assert zero.offload_states() == 0
+    assert "offload_states: what is to be offloaded is on the host already" in told
 
 
 def test_a_move_that_fails_leaves_everything_as_it_was() -> None:

@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.stepper import steps_in_parts
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_ranks
 
 
@@ -60,31 +61,27 @@ def watched(groups: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize("make", [OwnAdamW, watched])
-def test_one_call_and_several_end_in_the_same_bits(make: Callable[[Any], Optimizer]) -> None:
-    def work(_rank: int, _size: int) -> None:
-        in_parts, calls_in_parts, _ = train(AdamW)
-        at_once, calls_at_once, _ = train(make)
-        assert all(map(torch.equal, in_parts, at_once))
-        assert calls_at_once == [8, 8, 8]
-        assert sum(calls_in_parts) == 24
-        assert max(calls_in_parts) <= 3  # a bucket of 50 elements holds that many
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_one_call_and_several_end_in_the_same_bits(rank: int, make: Callable[[Any], Optimizer]) -> None:
+    in_parts, calls_in_parts, _ = train(AdamW)
+    at_once, calls_at_once, _ = train(make)
+    assert all(map(torch.equal, in_parts, at_once))
+    assert calls_at_once == [8, 8, 8]
+    assert sum(calls_in_parts) == 24
+    assert max(calls_in_parts) <= 3  # a bucket of 50 elements holds that many
 
 
-def test_groups_are_whole_again_after_an_error() -> None:
-    def work(_rank: int, _size: int) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=0.1), reduce_bucket_size=8)
-        members = list(optimizer.optim.param_groups[0]["params"])
-        optimizer.optim.param_groups[0]["lr"] = "much"
-        optimizer.backward(model(torch.randn(2, 4)).sum())
-        with pytest.raises(TypeError):
-            optimizer.step()
-        kept = optimizer.optim.param_groups[0]["params"]
-        assert all(one is other for one, other in zip(kept, members, strict=True))
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_groups_are_whole_again_after_an_error(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=0.1), reduce_bucket_size=8)
+    members = list(optimizer.optim.param_groups[0]["params"])
+    optimizer.optim.param_groups[0]["lr"] = "much"
+    optimizer.backward(model(torch.randn(2, 4)).sum())
+    with pytest.raises(TypeError):
+        optimizer.step()
+    kept = optimizer.optim.param_groups[0]["params"]
+    assert all(one is other for one, other in zip(kept, members, strict=True))
 
 
 def test_a_part_is_stepped_with_the_param_groups_that_it_has_members_of() -> None:
@@ -171,38 +168,34 @@ def test_a_fused_optimizer_scales_as_we_would(subtests: pytest.Subtests) -> None
 
 
 @pytest.mark.parametrize("make", [fused, AdamW])
-def test_an_overflow_leaves_everything_as_it_is(make: Callable[[Any], Optimizer]) -> None:
-    def work(rank: int, _size: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4).half()
-        optimizer = LowLevelZeroOptimizer(make(model.parameters()), initial_scale=64, hysteresis=1)
-        for overflows in (False, True, False):
-            factor = math.inf if overflows and rank == 0 else 1.0
-            before = [p.detach().clone() for p in model.parameters()]
-            states = {key: value.clone() for state in optimizer.state.values() for key, value in state.items()}
-            optimizer.backward(model(torch.ones(2, 4, dtype=torch.float16)).float().sum() * factor)
-            optimizer.step()
-            optimizer.zero_grad()
-            moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
-            if overflows:
-                kept = {key: value for state in optimizer.state.values() for key, value in state.items()}
-                assert not any(moved)
-                assert all(torch.equal(kept[key], value) for key, value in states.items())
-        assert all(moved)
-        assert all(state["step"].item() == 2 for state in optimizer.state.values())
-        assert optimizer.loss_scale == 32
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_overflow_leaves_everything_as_it_is(rank: int, make: Callable[[Any], Optimizer]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).half()
+    optimizer = LowLevelZeroOptimizer(make(model.parameters()), initial_scale=64, hysteresis=1)
+    for overflows in (False, True, False):
+        factor = math.inf if overflows and rank == 0 else 1.0
+        before = [p.detach().clone() for p in model.parameters()]
+        states = {key: value.clone() for state in optimizer.state.values() for key, value in state.items()}
+        optimizer.backward(model(torch.ones(2, 4, dtype=torch.float16)).float().sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        if overflows:
+            kept = {key: value for state in optimizer.state.values() for key, value in state.items()}
+            assert not any(moved)
+            assert all(torch.equal(kept[key], value) for key, value in states.items())
+    assert all(moved)
+    assert all(state["step"].item() == 2 for state in optimizer.state.values())
+    assert optimizer.loss_scale == 32
 
 
-def test_small_buckets_are_stepped_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(_rank: int, _size: int) -> None:
-        monkeypatch.setattr(gather_store, "PART", 45)
-        together, calls, _ = train(AdamW)
-        monkeypatch.setattr(gather_store, "PART", 1)
-        one_by_one, more_calls, _ = train(AdamW)
-        assert all(map(torch.equal, together, one_by_one))
-        assert sum(calls) == sum(more_calls)
-        assert len(calls) < len(more_calls)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_small_buckets_are_stepped_together(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_store, "PART", 45)
+    together, calls, _ = train(AdamW)
+    monkeypatch.setattr(gather_store, "PART", 1)
+    one_by_one, more_calls, _ = train(AdamW)
+    assert all(map(torch.equal, together, one_by_one))
+    assert sum(calls) == sum(more_calls)
+    assert len(calls) < len(more_calls)

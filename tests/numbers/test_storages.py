@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.layout import memory_held
 from tests.support.covering import covering
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks
 
 
@@ -234,26 +235,23 @@ def test_neighbours_that_come_later() -> None:
     run_ranks(work, 2)
 
 
-def test_a_second_optimizer_after_the_first() -> None:
+@on_ranks(2)
+def test_a_second_optimizer_after_the_first(rank: int) -> None:
     """The padding that the first one left behind may be somebody's by then."""
-
-    def work(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        p = nn.Parameter(torch.randn(7))
-        first = LowLevelZeroOptimizer(sgd([p]))
-        trained([p], first, rank)
-        padded = first.sharded_parameters[p].padded
-        del first
-        assert padded.data_ptr() == p.data_ptr()
-        neighbour = nn.Parameter(padded[p.numel() :].fill_(3.0))
-        expected = trained_alone([p, neighbour], world_size)
-        second = LowLevelZeroOptimizer(sgd([p, neighbour]))
-        assert neighbour.tolist() == [3.0]
-        trained([p, neighbour], second, rank)
-        for q, value in zip((p, neighbour), expected, strict=True):
-            assert (q - value).abs().max() <= 1e-5
-
-    run_ranks(work, 2)
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(7))
+    first = LowLevelZeroOptimizer(sgd([p]))
+    trained([p], first, rank)
+    padded = first.sharded_parameters[p].padded
+    del first
+    assert padded.data_ptr() == p.data_ptr()
+    neighbour = nn.Parameter(padded[p.numel() :].fill_(3.0))
+    expected = trained_alone([p, neighbour], 2)
+    second = LowLevelZeroOptimizer(sgd([p, neighbour]))
+    assert neighbour.tolist() == [3.0]
+    trained([p, neighbour], second, rank)
+    for q, value in zip((p, neighbour), expected, strict=True):
+        assert (q - value).abs().max() <= 1e-5
 
 
 class Tied(nn.Module):
@@ -301,32 +299,27 @@ def test_storages_are_exactly_their_parameters_bytes(tmp_path: Path) -> None:
         run_ranks(work, world_size)
 
 
-def test_memory_outlives_the_optimizer() -> None:
-    def work(rank: int, world_size: int) -> None:
-        p = nn.Parameter(torch.randn(2**16 + 1))
-        optimizer = LowLevelZeroOptimizer(sgd([p]))
-        before = p.detach().clone()
-        del optimizer
-        others = [torch.full((2**16 + 2,), 9.0) for _ in range(8)]
-        assert torch.equal(p, before)
-        assert len(others) == 8
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_memory_outlives_the_optimizer(rank: int) -> None:
+    p = nn.Parameter(torch.randn(2**16 + 1))
+    optimizer = LowLevelZeroOptimizer(sgd([p]))
+    before = p.detach().clone()
+    del optimizer
+    others = [torch.full((2**16 + 2,), 9.0) for _ in range(8)]
+    assert torch.equal(p, before)
+    assert len(others) == 8
 
 
-def test_who_looks_at_a_whole_storage_without_padding_goes_on_following() -> None:
+@on_ranks(2)
+def test_who_looks_at_a_whole_storage_without_padding_goes_on_following(rank: int) -> None:
     """As in plain torch. Where there is padding, a parameter moves out, and leaves what it was."""
-
-    def work(rank: int, world_size: int) -> None:
-        for numel, follows in ((8, True), (7, False)):
-            array = np.arange(numel, dtype=np.float32)
-            p = nn.Parameter(torch.from_numpy(array))
-            alias = p.data
-            optimizer = LowLevelZeroOptimizer(sgd([p]))
-            trained([p], optimizer, rank)
-            assert not torch.equal(p, torch.arange(float(numel)))
-            for looking in (alias, torch.from_numpy(array)):
-                assert torch.equal(looking, p) is follows
-                assert torch.equal(looking, torch.arange(float(numel))) is not follows
-
-    run_ranks(work, 2)
+    for numel, follows in ((8, True), (7, False)):
+        array = np.arange(numel, dtype=np.float32)
+        p = nn.Parameter(torch.from_numpy(array))
+        alias = p.data
+        optimizer = LowLevelZeroOptimizer(sgd([p]))
+        trained([p], optimizer, rank)
+        assert not torch.equal(p, torch.arange(float(numel)))
+        for looking in (alias, torch.from_numpy(array)):
+            assert torch.equal(looking, p) is follows
+            assert torch.equal(looking, torch.arange(float(numel))) is not follows

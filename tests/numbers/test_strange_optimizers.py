@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.optim.splits import choose_splits, may_write_unused
 from lowlevel_zero.testing import assert_trains_alike
-from tests.support.ranks import run_ranks
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 
 class Net(nn.Module):
@@ -47,16 +47,35 @@ class Rule(Optimizer):
         """Do what is done once a step."""
 
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        raise NotImplementedError
+        return gradient
+
+
+Update = Callable[[Tensor, Tensor, Any], Tensor]
+
+
+def normalised(gradient: Tensor) -> Tensor:
+    return gradient / (gradient.norm() + 1e-6)
+
+
+def ruled(rule: Update, *, base: type[Rule] = Rule) -> type[Rule]:
+    """A class that takes its updates from a function of parameter, gradient and state."""
+
+    class Ruled(base):  # type: ignore[misc, valid-type]
+        def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+            return rule(p, super().update(p, gradient, state), state)
+
+    return Ruled
+
+
+def by_norms(base: type[Rule]) -> type[Rule]:
+    """The same class, of updates that depend on the whole parameter."""
+    return ruled(lambda p, update, state: normalised(update), base=base)
 
 
 class Slow(Rule):
     """Draws parameters to slow weights in every third step, those without a gradient too."""
 
     every = 3
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient.sign()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -84,21 +103,11 @@ class SlowFromTheSecondStep(Rule):
             slow.lerp_(p, 0.5)
             p.copy_(slow)
 
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient.sign()
-
 
 class SlowSeldom(Slow):
     """The same in every 25th step."""
 
     every = 25
-
-
-class SlowByNorms(Slow):
-    """The same, of updates that depend on the whole parameter."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient / (gradient.norm() + 1e-6)
 
 
 class Around(Slow):
@@ -116,15 +125,13 @@ class Around(Slow):
         return torch.zeros_like(p)
 
 
-class Late(Rule):
-    """Divides by the whole gradient's norm from its 51st step on."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        state["seen"] = state.get("seen", 0) + 1
-        return gradient.sign() if state["seen"] <= 50 else gradient / gradient.norm()
+def late(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+    """Divides by the whole gradient's norm from the 51st step on."""
+    state["seen"] = state.get("seen", 0) + 1
+    return gradient.sign() if state["seen"] <= 50 else gradient / gradient.norm()
 
 
-class LateByItself(Late):
+class LateByItself(Rule):
     """The same, by a count of its own."""
 
     count = 0
@@ -133,7 +140,7 @@ class LateByItself(Late):
         self.count += 1
 
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient.sign() if self.count <= 50 else gradient / gradient.norm()
+        return late(p, gradient, {"seen": self.count - 1})
 
 
 class Counting(Rule):
@@ -146,19 +153,13 @@ class Counting(Rule):
         return gradient / self.state["count"]
 
 
-class CountingNorms(Counting):
-    """The same, of updates that depend on the whole parameter."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient / gradient.norm() / self.state["count"]
+CountingNorms = ruled(lambda p, update, state: update / (update.norm() + 1e-6) * update.abs().max(), base=Counting)
 
 
 class CountingByItself(Rule):
     """Keeps the count in an attribute, which it adds to its state dict."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr)
-        self.count = 0
+    count = 0
 
     def begin(self) -> None:
         self.count += 1
@@ -181,14 +182,6 @@ class Box:
         self.momentum = momentum
 
 
-class Boxed(Rule):
-    """Keeps each momentum in an object."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        momentum: Tensor = state.setdefault("box", Box(torch.zeros_like(p))).momentum
-        return momentum.mul_(0.9).add_(gradient)
-
-
 class ByPlace(Rule):
     """Keeps momenta in a list of its own, by the parameter's place."""
 
@@ -201,17 +194,7 @@ class ByPlace(Rule):
 
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
         momentum = self.momenta.setdefault(self.place_of[id(p)], torch.zeros_like(p)).mul_(0.9).add_(gradient)
-        return momentum / (momentum.norm() + 1e-6)
-
-
-class ByDimensions(Rule):
-    """Orthogonalises matrices, and decays nothing else than these."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        if p.dim() != 2:
-            return gradient.sign()
-        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
-        return left @ right + 0.1 * p
+        return normalised(momentum)
 
 
 class AllAtOnce(Rule):
@@ -225,58 +208,27 @@ class AllAtOnce(Rule):
             torch._foreach_add_(some, torch._foreach_div([p.grad for p in some], [*norms.unbind()]), alpha=-0.05)
 
 
-class ByAttributes(Rule):
-    """Scales updates, and normalises them, as attributes of the parameter tell."""
+def by_attributes(model: nn.Module, normalise: bool = False) -> Optimizer:
+    """Scale updates, and normalise them, as attributes of the parameter tell."""
 
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        scale: float = getattr(p, "scale", 1.0)
-        return scale * (gradient / (gradient.norm() + 1e-6) if getattr(p, "normalise", False) else gradient.sign())
+    def update(p: Any, gradient: Tensor, state: Any) -> Tensor:
+        return getattr(p, "scale", 1.0) * (normalised(gradient) if getattr(p, "normalise", False) else gradient.sign())
+
+    for number, p in enumerate(model.parameters()):
+        p.scale, p.normalise = 0.5 * number, normalise and not number  # type: ignore[attr-defined]
+    return ruled(update)(model.parameters())
 
 
 class SkipsEmptyGroups(Rule):
     """Counts the steps of groups that have parameters, of which each has its own norm."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def begin(self) -> None:
         for group in self.param_groups:
             if group["params"]:
                 group["steps"] = group.get("steps", 0) + 1
-        super().step()
 
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient / (gradient.norm() + 1e-6)
-
-
-def one_group_each(model: nn.Module) -> Optimizer:
-    return SkipsEmptyGroups([{"params": [p]} for p in model.parameters()])
-
-
-def by_attributes(model: nn.Module, normalise: bool = False) -> Optimizer:
-    for number, p in enumerate(model.parameters()):
-        p.scale, p.normalise = 0.5 * number, normalise and not number  # type: ignore[attr-defined]
-    return ByAttributes(model.parameters())
-
-
-class ByNumbers(Rule):
-    """Decays what has more than one number, and has another rate for a scalar."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return (1 if p.dim() else 3) * gradient.sign() + (p if p.numel() > 1 else 0)
-
-
-class ByPosition(Rule):
-    """Has another rate for every fifth element."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient * (torch.arange(p.numel()).view(p.shape) % 5 + 1)
-
-
-class Seeded(Rule):
-    """Drops updates at random, by generators of its own, which begin anew with each parameter."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        state["step"] = state.get("step", 0) + 1
-        return gradient * (torch.rand(p.shape, generator=torch.Generator().manual_seed(state["step"])) < 0.5)
+        return normalised(gradient)
 
 
 class ByNames(Rule):
@@ -288,13 +240,6 @@ class ByNames(Rule):
 
     def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
         return gradient + (p if "weight" in str(self.name_of[id(p)]) else 0)
-
-
-class ByNamesAndNorms(ByNames):
-    """The same, of updates that depend on the whole parameter."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return super().update(p, gradient / (gradient.norm() + 1e-6), state)
 
 
 class ClippingEach(Rule):
@@ -324,26 +269,25 @@ def over_parameters(cls: Callable[..., Optimizer]) -> Callable[[nn.Module], Opti
 
 ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
     "slow weights": (over_parameters(Slow), "elements", 12),
-    "slow weights that are made late": (over_parameters(SlowFromTheSecondStep), "elements", 12),
-    "slow weights by norms": (over_parameters(SlowByNorms), "parameters", 12),
-    "slow weights around another": (lambda m: Around(SGD(m.parameters(), lr=0.05, momentum=0.9)), "elements", 12),
-    "another rule later": (over_parameters(Late), "parameters", 120),
-    "another rule later, by its own count": (over_parameters(LateByItself), "parameters", 120),
-    "a count among states": (over_parameters(Counting), "elements", 8),
-    "a count among states, by norms": (over_parameters(CountingNorms), "parameters", 8),
-    "momenta by place": (over_parameters(ByPlace), "parameters", 8),
-    "momenta in objects": (over_parameters(Boxed), "parameters", 8),
-    "by dimensions": (over_parameters(ByDimensions), "parameters", 8),
-    "by position": (over_parameters(ByPosition), "parameters", 8),
-    "seeded": (over_parameters(Seeded), "parameters", 8),
-    "by numbers": (over_parameters(ByNumbers), "parameters", 8),
-    "a clip of one group": (clipping_the_last, "parameters", 8),
-    "all at once": (over_parameters(AllAtOnce), "parameters", 8),
-    "names, one of them of a frozen parameter": (partial(over_names, ByNames), "elements", 8),
-    "groups that are empty on some ranks": (one_group_each, "parameters", 8),
-    "names, by norms": (partial(over_names, ByNamesAndNorms), "parameters", 8),
-    "attributes of parameters": (by_attributes, "elements", 8),
-    "attributes of parameters, by norms": (partial(by_attributes, normalise=True), "parameters", 8),
+    "slow weights that are made late": (over_parameters(SlowFromTheSecondStep), "elements", 6),
+    "slow weights by norms": (over_parameters(by_norms(Slow)), "parameters", 12),
+    "slow weights around another": (lambda m: Around(SGD(m.parameters(), lr=0.05, momentum=0.9)), "elements", 8),
+    "another rule later": (over_parameters(ruled(late)), "parameters", 54),
+    "another rule later, by its own count": (over_parameters(LateByItself), "parameters", 54),
+    "a count among states": (over_parameters(Counting), "elements", 6),
+    "a count among states, by norms": (over_parameters(CountingNorms), "parameters", 6),
+    "momenta by place": (over_parameters(ByPlace), "parameters", 6),
+    "a clip of one group": (clipping_the_last, "parameters", 6),
+    "all at once": (over_parameters(AllAtOnce), "parameters", 6),
+    "names, one of them of a frozen parameter": (partial(over_names, ByNames), "elements", 6),
+    "names, by norms": (partial(over_names, by_norms(ByNames)), "parameters", 6),
+    "groups that are empty on some ranks": (
+        lambda model: SkipsEmptyGroups([{"params": [p]} for p in model.parameters()]),
+        "parameters",
+        6,
+    ),
+    "attributes of parameters": (by_attributes, "elements", 6),
+    "attributes of parameters, by norms": (partial(by_attributes, normalise=True), "parameters", 6),
 }
 
 
@@ -352,6 +296,39 @@ def test_it_trains_as_in_one_process(case: str) -> None:
     make, split, steps = ALIKE[case]
     assert {*choose_splits(make(Net()))} == {split}
     assert_trains_alike(make, Net, steps, tolerance=0, stage=2)
+
+
+def boxed(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+    momentum: Tensor = state.setdefault("box", Box(torch.zeros_like(p))).momentum
+    return momentum.mul_(0.9).add_(gradient)
+
+
+def by_dimensions(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+    """Orthogonalises matrices, and decays nothing else than these."""
+    if p.dim() != 2:
+        return gradient.sign()
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    return left @ right + 0.1 * p
+
+
+def seeded(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+    """Drops updates at random, by generators of its own, which begin anew with each parameter."""
+    state["step"] = state.get("step", 0) + 1
+    return gradient * (torch.rand(p.shape, generator=torch.Generator().manual_seed(state["step"])) < 0.5)
+
+
+def by_numbers(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+    """Decays what has more than one number, and has another rate for a scalar."""
+    return (1 if p.dim() else 3) * gradient.sign() + (p if p.numel() > 1 else 0)
+
+
+def by_position(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+    return gradient * (torch.arange(p.numel()).view(p.shape) % 5 + 1)
+
+
+@pytest.mark.parametrize("rule", [boxed, by_dimensions, seeded, by_numbers, by_position])
+def test_a_rank_owns_whole_what_can_t_be_stepped_by_elements(rule: Update) -> None:
+    assert choose_splits(ruled(rule)(Net().parameters())) == ["parameters"]
 
 
 class OfTheFirst(Rule):
@@ -391,18 +368,23 @@ class TogetherSeldom(Rule):
         return gradient.sign() * (1e4 / self.norm).clamp(max=1.0)
 
 
-class DecaysAll(Rule):
-    """Decays parameters without a gradient, too."""
+class DecaysGroups(Rule):
+    """Decays all parameters of groups that say so, those without a gradient too."""
+
+    decay = 0.0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for group in self.param_groups:
             for p in group["params"]:
-                p.data.mul_(1 - 1e-4 * group["lr"])
+                p.data.mul_(1 - group.get("decay", self.decay * group["lr"]))
 
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient.sign()
+
+class DecaysAll(DecaysGroups):
+    """The same of all groups, by a share of their rate."""
+
+    decay = 1e-4
 
 
 @pytest.mark.parametrize(("cls", "lr"), [(SlowSeldom, 0.05), (DecaysAll, 0.0), (DecaysAll, 1e-4)])
@@ -411,33 +393,17 @@ def test_a_class_that_writes_unused_parameters_is_known_whatever_its_rate_is(cls
     assert may_write_unused(cls(Net().parameters(), lr=lr))
 
 
-class DecaysGroups(Rule):
-    """Decays all parameters of groups that say so, those without a gradient too."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.mul_(1 - group.get("decay", 0))
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient.sign()
-
-
-def test_an_added_group_may_be_one_of_which_unused_parameters_are_written() -> None:
-    def work(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        first, second = nn.Linear(4, 3), nn.Linear(4, 3)
-        optimizer = LowLevelZeroOptimizer(DecaysGroups(first.parameters()))
-        optimizer.add_param_group({"params": list(second.parameters()), "decay": 0.1})
-        start = second.weight.detach().clone()
-        optimizer.backward(first(torch.ones(1, 4)).sum())
-        optimizer.step()
-        optimizer.verify()
-        assert torch.equal(second.weight, start * 0.9)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_added_group_may_be_one_of_which_unused_parameters_are_written(rank: int) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 3), nn.Linear(4, 3)
+    optimizer = LowLevelZeroOptimizer(DecaysGroups(first.parameters()))
+    optimizer.add_param_group({"params": list(second.parameters()), "decay": 0.1})
+    start = second.weight.detach().clone()
+    optimizer.backward(first(torch.ones(1, 4)).sum())
+    optimizer.step()
+    optimizer.verify()
+    assert torch.equal(second.weight, start * 0.9)
 
 
 class Clipping(Rule):
@@ -451,9 +417,6 @@ class Clipping(Rule):
         if self.max_norm:
             torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.max_norm)
 
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient
-
 
 class LogsInGroups(Rule):
     """Keeps the last gradient's norm in the param group."""
@@ -463,11 +426,9 @@ class LogsInGroups(Rule):
         return gradient
 
 
-class Stochastic(Rule):
+def stochastic(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
     """Rounds at random."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return torch.round(64 * gradient + torch.rand_like(p)) / 64
+    return torch.round(64 * gradient + torch.rand_like(p)) / 64
 
 
 class ByName(Rule):
@@ -492,15 +453,13 @@ def with_a_step_of_its_own(model: nn.Module) -> Optimizer:
     return optimizer
 
 
-class UnderTwoNames(Rule):
+def under_two_names(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
     """Keeps each momentum under two names."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        if not state:
-            state["momentum"] = state["shown"] = torch.zeros_like(p)
-        state["momentum"].mul_(0.9).add_(gradient)
-        shown: Tensor = state["shown"]
-        return shown
+    if not state:
+        state["momentum"] = state["shown"] = torch.zeros_like(p)
+    state["momentum"].mul_(0.9).add_(gradient)
+    shown: Tensor = state["shown"]
+    return shown
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
@@ -510,7 +469,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
         lambda model: WithItsOwnStateDict(SGD(model.parameters(), lr=0.05)),
         "it wraps another optimizer, SGD, whose states its own state dict alone has",
     ),
-    "one state of two names": (over_parameters(UnderTwoNames), "its states 'momentum' and 'shown' are one tensor"),
+    "one state of two names": (
+        over_parameters(ruled(under_two_names)),
+        "its states 'momentum' and 'shown' are one tensor",
+    ),
     "states of no parameter": (over_parameters(ByName), "its state 'momentum of 0', which is of no parameter, has"),
     "a norm over all": (over_parameters(TogetherSeldom), "its updates depend on other parameters"),
     "a norm over all, by an option of another name": (
@@ -519,7 +481,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     ),
     "a step of the instance's own": (with_a_step_of_its_own, "its step was replaced on the instance, .* a subclass"),
     "settings that follow from a parameter": (over_parameters(LogsInGroups), "it sets 'norm' of its param groups"),
-    "random numbers": (over_parameters(Stochastic), "random numbers"),
+    "random numbers": (over_parameters(ruled(stochastic)), "random numbers"),
 }
 
 
@@ -530,16 +492,14 @@ def test_it_is_refused_by_what_differs(case: str) -> None:
         choose_splits(make(Net()))
 
 
-def test_an_optimizer_around_one_that_has_stepped_is_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(4, 3)
-        inner = SGD(model.parameters(), lr=0.05, momentum=0.9)
-        model(torch.ones(1, 4)).sum().backward()
-        inner.step()
-        with pytest.raises(ValueError, match="weight: expected no states of the SGD inside Around yet, got some"):
-            LowLevelZeroOptimizer(Around(inner), model=model)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_around_one_that_has_stepped_is_refused(rank: int) -> None:
+    model = nn.Linear(4, 3)
+    inner = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    inner.step()
+    with pytest.raises(ValueError, match="weight: expected no states of the SGD inside Around yet, got some"):
+        LowLevelZeroOptimizer(Around(inner), model=model)
 
 
 def test_a_scheduler_and_a_compiler_leave_a_known_class_known() -> None:
@@ -550,67 +510,53 @@ def test_a_scheduler_and_a_compiler_leave_a_known_class_known() -> None:
     assert choose_splits(optimizer) == ["elements"]
 
 
-@pytest.mark.parametrize("cls", [Counting, CountingNorms, CountingByItself])
-def test_a_count_among_states_goes_on_at_another_number_of_ranks(tmp_path: Path, cls: Callable[..., Optimizer]) -> None:
-    def work(rank: int, world_size: int, steps: int) -> dict[Any, Any]:
-        torch.manual_seed(0)
+def count_of(optimizer: Any) -> int:
+    state_dict = optimizer.state_dict()
+    return state_dict["count"] if "count" in state_dict else state_dict["state"]["count"]
+
+
+def test_a_count_goes_on_at_another_number_of_ranks(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def work(rank: int, world_size: int, at: int, steps: int, former: str, later: str) -> tuple[int, Tensor]:
         model = nn.Linear(4, 3)
-        optimizer = LowLevelZeroOptimizer(cls(model.parameters()), model=model)
-        if (tmp_path / "a").exists():
-            load_checkpoint(tmp_path / "a", model, optimizer)
+        optimizer = LowLevelZeroOptimizer(classes[at](model.parameters()), model=model)
+        if former:
+            load_checkpoint(tmp_path / f"{former} {at}", model, optimizer)
         for _ in range(steps):
             optimizer.backward(model(torch.ones(1, 4)).square().sum())
             optimizer.step()
             optimizer.zero_grad()
-        if not (tmp_path / "a").exists():
-            save_checkpoint(tmp_path / "a", model, optimizer)
-        state_dict = optimizer.state_dict()
-        count = state_dict["count"] if cls is CountingByItself else state_dict["state"]["count"]
-        return {"count": count, "weight": model.weight.detach().clone()}
+        if later:
+            save_checkpoint(tmp_path / f"{later} {at}", model, optimizer)
+        return count_of(optimizer), model.weight.detach().clone()
 
-    straight = run_ranks(work, 1, 5)[0]
-    (tmp_path / "a").rename(tmp_path / "of the straight run")
-    assert [each["count"] for each in run_ranks(work, 2, 3)] == [3, 3]
-    for each in run_ranks(work, 3, 2):
-        assert each["count"] == 5
-        torch.testing.assert_close(each["weight"], straight["weight"])
+    classes = [Counting, CountingNorms, CountingByItself]
+    straight, on_two, on_three = (
+        run_cases(work, size, [(at, *how) for at in range(len(classes))], one_group=True)
+        for size, how in ((1, (5, "", "")), (2, (3, "", "saved")), (3, (2, "saved", "")))
+    )
+    for at, cls in enumerate(classes):
+        with subtests.test(cls.__name__):
+            assert [count for count, _ in on_two[at][1].values()] == [3, 3]
+            for count, weight in on_three[at][1].values():
+                assert count == 5
+                torch.testing.assert_close(weight, straight[at][1].values()[0][1])
 
 
-def test_a_count_among_states_is_in_plain_torch_s_state_dicts() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model, alone = nn.Linear(4, 3), nn.Linear(4, 3)
-        optimizer, plain = (
-            LowLevelZeroOptimizer(Counting(model.parameters()), model=model),
-            Counting(alone.parameters()),
-        )
-        for each, of in ((optimizer, model), (plain, alone)):
-            of(torch.ones(1, 4)).sum().backward()
-            each.step()
-        plain.load_state_dict(optimizer.state_dict())
+@on_ranks(2, [Counting, CountingByItself])
+def test_a_count_goes_to_plain_torch_and_back(rank: int, cls: type[Rule]) -> None:
+    model = nn.Linear(4, 3)
+    optimizer, plain = LowLevelZeroOptimizer(cls(model.parameters()), model=model), cls(nn.Linear(4, 3).parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    plain.load_state_dict(optimizer.state_dict())
+    assert count_of(plain) == 1
+    if cls is Counting:
         plain.state["count"] = 7
-        optimizer.load_state_dict(plain.state_dict())
-        assert optimizer.state["count"] == 7
-        assert re.search("'count': 7", str(optimizer.state_dict()["state"]))
-
-    run_ranks(work, 2)
-
-
-def test_what_a_class_adds_to_its_state_dict_goes_to_plain_torch_and_back() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(4, 3)
-        optimizer, plain = (
-            LowLevelZeroOptimizer(CountingByItself(model.parameters()), model=model),
-            CountingByItself(nn.Linear(4, 3).parameters()),
-        )
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        plain.load_state_dict(optimizer.state_dict())
-        assert plain.count == 1
+    else:
         plain.count = 7
-        optimizer.load_state_dict(plain.state_dict())
-        assert optimizer.state_dict()["count"] == 7
-
-    run_ranks(work, 2)
+    optimizer.load_state_dict(plain.state_dict())
+    assert count_of(optimizer) == 7
+    assert cls is CountingByItself or optimizer.state["count"] == 7
 
 
 class AveragingByItself(Rule):
@@ -621,12 +567,10 @@ class AveragingByItself(Rule):
         return gradient / dist.get_world_size()
 
 
-def test_an_optimizer_that_communicates_by_itself_is_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        with pytest.raises(TypeError, match="could not be tried \\(its step communicates by itself\\)"):
-            choose_splits(AveragingByItself(Net().parameters()))
-
-    run_ranks(work, 2, timeout=30)
+@on_ranks(2, timeout=30)
+def test_an_optimizer_that_communicates_by_itself_is_refused(rank: int) -> None:
+    with pytest.raises(TypeError, match="could not be tried \\(its step communicates by itself\\)"):
+        choose_splits(AveragingByItself(Net().parameters()))
 
 
 class TriedInVain(Rule):

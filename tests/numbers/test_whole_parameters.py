@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,8 +27,9 @@ from lowlevel_zero.optim.splits import choose_splits
 from lowlevel_zero.testing import assert_trains_alike
 from tests.support.judging import check_run
 from tests.support.numbers import DROPS, STAGES, check_masters, masters_of, trained
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Run, build, groups, loss_of
-from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
+from tests.support.ranks import run_cases, run_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -70,10 +70,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_one_process_s_numbers_in_all_ways(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "FP8_MIN_NUMEL", 1)
     assert choose_splits(by_parameter([torch.nn.Parameter(torch.ones(2, 3))])) == ["parameters"]
+    sizes = {1: "stage1", 2: "stage1", 4: "stage2"}
     runs = {
-        f"{size} ranks, {stage}": run_of(size, drop=DROPS["different"]).with_options(**chosen)
-        for size in (1, 2, 3, 4)
-        for stage, chosen in STAGES.items()
+        f"{size} ranks": run_of(size, drop=DROPS["different"]).with_options(**STAGES[sizes[size]]) for size in sizes
     }
     runs |= {way: run_of(3, **{"drop": DROPS["different"], **settings}) for way, settings in WAYS.items()}
     for name, run, ran in trained(runs):
@@ -122,21 +121,14 @@ def factored(parameters: Any) -> torch.optim.Optimizer:
     return Factored(parameters, lr=0.02)
 
 
-def state_of_rank(rank: int, world_size: int, run: Run, former: Any, steps: range) -> Any:
-    """Go on from a state dict and weights; return parameters, state dict, and what it would be in plain torch."""
-    model = build(run)
-    inner = run.optimizer(groups(model))
-    optimizer = LowLevelZeroOptimizer(inner, model=model, **run.options)
-    if former is not None:
-        weights, state = former
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+def train(model: torch.nn.Module, optimizer: Any, run: Run, steps: range, ranks: range) -> tuple[Any, Any]:
+    """Train by the mean of these ranks' batches, and return the parameters, and the state dict."""
     for step in steps:
-        optimizer.backward(loss_of(model, run, step, 0, rank))
+        loss = torch.stack([loss_of(model, run, step, 0, rank) for rank in ranks]).mean()
+        optimizer.backward(loss) if isinstance(optimizer, LowLevelZeroOptimizer) else loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    whole = {name: value.clone() for name, value in model.state_dict().items()}
-    return whole, optimizer.state_dict()
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -148,45 +140,35 @@ def same(one: Any, other: Any) -> bool:
     return torch.allclose(one, other, rtol=1e-9, atol=1e-9) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_whole_states_go_to_another_number_of_ranks_and_to_plain_torch(dtype: torch.dtype) -> None:
-    run = run_of(2, steps=4, optimizer=factored, dtype=dtype, drop=DROPS["different"]).with_options(partition_grad=True)
-    straight = run_ranks(state_of_rank, 2, run, None, range(4))
-    assert same(straight[0], straight[1])
-    first = run_ranks(state_of_rank, 2, run, None, range(2))[0]
-    alone = run_ranks(state_of_rank, 2, run, first, range(2, 4))
-    assert same(alone[0], straight[0])
-    on_three = run_ranks(state_of_rank, 3, run, first, range(2, 2))
-    assert same(on_three[2][1]["state"], first[1]["state"])
-    if dtype == torch.float64:
+def test_whole_states_go_to_another_number_of_ranks_and_to_plain_torch() -> None:
+    """Owners change. Each rank has its share of six batches, so that the same are trained on 2 ranks and on 3."""
+
+    def go_on(rank: int, world_size: int, run: Run, former: Any, steps: range) -> Any:
         model = build(run)
-        inner = factored(groups(model))
-        model.load_state_dict(first[0])
-        inner.load_state_dict(first[1])
-        for step in range(2, 4):
-            torch.stack([loss_of(model, run, step, 0, rank) for rank in range(2)]).mean().backward()
-            inner.step()
-            inner.zero_grad()
-        assert same(dict(model.state_dict()), straight[0][0])
-        assert same(inner.state_dict()["state"], straight[0][1]["state"])
+        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, stage=2)
+        if former is not None:
+            model.load_state_dict(former[0])
+            optimizer.load_state_dict(former[1])
+        return train(model, optimizer, run, steps, range(rank, run.world_size, world_size))
 
-
-def checkpointed(rank: int, world_size: int, run: Run, path: Path, save_at: int, kind: str) -> Any:
-    """Train to the end, from a checkpoint where there is one; save one before step ``save_at``."""
-    model = build(run)
-    optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **run.options)
-    first = 0
-    if path.exists():
-        load(kind, path, model, optimizer)
-        first = save_at
-    for step in range(first, run.steps):
-        if step == save_at and first == 0:
-            save(kind, path, model, optimizer)
-        losses = [loss_of(model, run, step, 0, of) for of in range(rank, run.world_size, world_size)]
-        optimizer.backward(torch.stack(losses).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()["state"]
+    exact, rounded = (
+        run_of(6, optimizer=factored, dtype=dtype, drop=DROPS["different"]) for dtype in (torch.float64, torch.bfloat16)
+    )
+    begun = [(run, None, range(steps)) for steps in (4, 2) for run in (exact, rounded)]
+    straight, straight_rounded, first, first_rounded = (ran.values() for _, ran in run_cases(go_on, 2, begun))
+    assert same(straight[0], straight[1])
+    assert same(run_ranks(go_on, 2, rounded, first_rounded[0], range(2, 4))[0], straight_rounded[0])
+    resumed = [(exact, first[0], range(2, 4)), (rounded, first_rounded[0], range(2, 2))]
+    on_three, kept = (ran.values() for _, ran in run_cases(go_on, 3, resumed))
+    assert same(on_three[2], straight[0])
+    assert same(kept[2][1]["state"], first_rounded[0][1]["state"])
+    model = build(exact)
+    inner = factored(groups(model))
+    model.load_state_dict(first[0][0])
+    inner.load_state_dict(first[0][1])  # of which plain torch writes into the lists
+    parameters, state = train(model, inner, exact, range(2, 4), range(6))
+    assert same(parameters, straight[0][0])
+    assert same(state["state"], straight[0][1]["state"])
 
 
 def save(kind: str, path: Path, model: torch.nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
@@ -210,43 +192,97 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("case", CHECKPOINTS)
-def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path: Path, case: str) -> None:
-    """Owners change. Each rank has its share of six batches, so that the same are trained on 2 ranks and on 3."""
-    optimizer, kind, dtype = CHECKPOINTS[case]
-    run = run_of(6, steps=4, optimizer=optimizer, dtype=dtype)
-    straight = run_ranks(checkpointed, 2, run, tmp_path / "a", 2, kind)[0]
+def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def go_on(rank: int, world_size: int, case: str, resumes: bool) -> Any:
+        optimizer, kind, dtype = CHECKPOINTS[case]
+        run = run_of(6, optimizer=optimizer, dtype=dtype)
+        model, ranks = build(run), range(rank, 6, world_size)
+        sharded = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model)
+        if resumes:
+            load(kind, tmp_path / case, model, sharded)
+        else:
+            train(model, sharded, run, range(2), ranks)
+            save(kind, tmp_path / case, model, sharded)
+        parameters, state = train(model, sharded, run, range(2, 4), ranks)
+        return parameters, state["state"]
+
+    straight = [ran.values()[0] for _, ran in run_cases(go_on, 2, [(case, False) for case in CHECKPOINTS])]
     for world_size in (2, 3, 1):
-        resumed = run_ranks(checkpointed, world_size, run, tmp_path / "a", 2, kind)[-1]
-        if dtype == torch.float64 or world_size == 2:
-            assert same(resumed, straight), f"on {world_size} ranks"
+        resumed = run_cases(go_on, world_size, [(case, True) for case in CHECKPOINTS])
+        for ((case, _), ran), expected in zip(resumed, straight, strict=True):
+            with subtests.test(case, world_size=world_size):
+                got = ran.values()[-1]
+                assert same(got, expected) or (case == "over fp32 masters" and world_size != 2)
 
 
 # ---- what else is done to an optimizer's parameters ----
 
 
-def test_groups_are_added_and_dealt_out_to_those_with_least() -> None:
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+
+
+@needs_muon
+@on_ranks(2)
+def test_groups_are_added_and_dealt_out_to_those_with_least(rank: int) -> None:
     """Muon takes matrices alone: what other ranks have in their place must not be taken for parameters."""
+    sizes = [(8, 8), (4, 4), (2, 2), (2, 3)]
+    p, *later = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = LowLevelZeroOptimizer(torch.optim.Muon([p], lr=0.1), partition_grad=True)
+    optimizer.add_param_group({"params": later[:2]})
+    optimizer.add_param_group({"params": later[2:]})
+    plain = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    alone = torch.optim.Muon(plain, lr=0.1)
+    for _ in range(2):
+        optimizer.backward(sum((each * (rank + 1) * torch.eye(*each.shape)).sum() for each in (p, *later)))
+        sum((each * 1.5 * torch.eye(*each.shape)).sum() for each in plain).backward()
+        for each in (optimizer, alone):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close([p, *later], plain, rtol=0, atol=0)
+    assert [record.split.owner for record in optimizer.sharded_parameters] == [0, 1, 1, 1]
 
-    def work(rank: int, world_size: int) -> list[int | None]:
-        sizes = [(8, 8), (4, 4), (2, 2), (2, 3)]
-        p, *later = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
-        optimizer = LowLevelZeroOptimizer(torch.optim.Muon([p], lr=0.1), partition_grad=True)
-        optimizer.add_param_group({"params": later[:2]})
-        optimizer.add_param_group({"params": later[2:]})
-        plain = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
-        alone = torch.optim.Muon(plain, lr=0.1)
-        for _ in range(2):
-            optimizer.backward(sum((each * (rank + 1) * torch.eye(*each.shape)).sum() for each in (p, *later)))
-            sum((each * 1.5 * torch.eye(*each.shape)).sum() for each in plain).backward()  # type: ignore[union-attr]
-            for each in (optimizer, alone):
-                each.step()
-                each.zero_grad()
-        torch.testing.assert_close([p, *later], plain, rtol=0, atol=0)
-        return [record.split.owner for record in optimizer.sharded_parameters]
 
-    if hasattr(torch.optim, "Muon"):
-        assert run_ranks(work, 2) == [[0, 1, 1, 1]] * 2
+@needs_muon
+@on_ranks(4)
+def test_every_matrix_is_stepped_once_and_by_all_ranks_alike(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, int]] = []
+    from torch.optim import _muon
+
+    take = lambda x, *settings: (taken.append(tuple(x.shape)), x)[1]  # noqa: E731
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", take)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(8)))
+    optimizer = LowLevelZeroOptimizer(torch.optim.Muon(model.parameters()), model=model)
+    for layers, count in ((model, 2), (model[:4], 1)):
+        taken.clear()
+        optimizer.backward(layers(torch.randn(2, 16)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(taken) == count
+
+
+@needs_muon
+@on_ranks(2)
+def test_what_its_class_refuses_in_its_first_step_is_refused(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Muon([model.weight])
+    optimizer.add_param_group({"params": [model.bias]})
+    with pytest.raises(TypeError, match="Muon only supports 2D parameters"):
+        LowLevelZeroOptimizer(optimizer, model=model)
+
+
+@on_ranks(2)
+def test_hooks_on_its_steps_run_once_a_step(rank: int) -> None:
+    model = torch.nn.Linear(3, 2)
+    wrapped = by_parameter(model.parameters())
+    torch.optim.lr_scheduler.ConstantLR(wrapped)  # which warns if it sees no step
+    calls: list[str] = []
+    wrapped.register_step_pre_hook(lambda *_: calls.append("before"))
+    wrapped.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer = LowLevelZeroOptimizer(wrapped, model=model)
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+    assert calls == ["before", "after"] * 2
 
 
 def norms_of(gradients: Any) -> list[torch.Tensor]:
@@ -254,100 +290,90 @@ def norms_of(gradients: Any) -> list[torch.Tensor]:
     return [torch.nn.utils.get_total_norm(own, norm_type) for norm_type in (2.0, float("inf"))]
 
 
-def test_gradients_are_read_edited_and_clipped_as_whole_ones() -> None:
-    def work(rank: int, world_size: int, stage: int) -> None:
-        torch.manual_seed(0)
-        both = [torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)]
-        both[1].load_state_dict(both[0].state_dict())
-        optimizer = LowLevelZeroOptimizer(by_parameter(both[0].parameters()), model=both[0], stage=stage)
-        alone = by_parameter(both[1].parameters())
-        for step in range(3):
-            x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
-            optimizer.backward(both[0](x).square().sum() * (rank + 0.5))
-            (both[1](x).square().sum() * 1.0).backward()
-            weight, whole = both[0].weight, both[1].weight
-            torch.testing.assert_close(weight.grad.full_tensor(), whole.grad)
-            norms = [norms_of(p.grad for p in model.parameters()) for model in both]
-            torch.testing.assert_close(*norms)
-            for p in (weight, whole):
-                p.grad.mul_(0.5).add_(torch.ones(3, 5)).clamp_(-1, 1.2)
-            slices = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_value_(slices, 0.9)
-            torch.nn.utils.clip_grad_value_(both[1].parameters(), 0.9)
-            optimizer.clip_grad_norm_(0.7)
-            torch.nn.utils.clip_grad_norm_(both[1].parameters(), 0.7)
-            optimizer.step()
-            alone.step()
-            optimizer.zero_grad()
-            alone.zero_grad()
-        torch.testing.assert_close([*both[0].parameters()], [*both[1].parameters()])
-
-    for _, ran in run_cases(work, 2, [(1,), (2,)]):
-        ran.values()
+@on_ranks(2, [1, 2])
+def test_gradients_are_read_edited_and_clipped_as_whole_ones(rank: int, stage: int) -> None:
+    torch.manual_seed(0)
+    both = [torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)]
+    both[1].load_state_dict(both[0].state_dict())
+    optimizer = LowLevelZeroOptimizer(by_parameter(both[0].parameters()), model=both[0], stage=stage)
+    alone = by_parameter(both[1].parameters())
+    for step in range(3):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.backward(both[0](x).square().sum() * (rank + 0.5))
+        (both[1](x).square().sum() * 1.0).backward()
+        weight, whole = both[0].weight, both[1].weight
+        torch.testing.assert_close(weight.grad.full_tensor(), whole.grad)
+        norms = [norms_of(p.grad for p in model.parameters()) for model in both]
+        torch.testing.assert_close(*norms)
+        for p in (weight, whole):
+            p.grad.mul_(0.5).add_(torch.ones(3, 5)).clamp_(-1, 1.2)
+        slices = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_value_(slices, 0.9)
+        torch.nn.utils.clip_grad_value_(both[1].parameters(), 0.9)
+        optimizer.clip_grad_norm_(0.7)
+        torch.nn.utils.clip_grad_norm_(both[1].parameters(), 0.7)
+        optimizer.step()
+        alone.step()
+        optimizer.zero_grad()
+        alone.zero_grad()
+    torch.testing.assert_close([*both[0].parameters()], [*both[1].parameters()])
 
 
 # On the owner, and on ranks that are told of its error.
 _REFUSED = (ValueError, RuntimeError)
 
 
-def test_deepspeed_s_accessors_read_and_write_whole_values() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = torch.nn.Linear(5, 3).bfloat16()
-        optimizer = LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model, stage=2)
-        optimizer.backward(model(torch.ones(2, 5).bfloat16()).sum())
-        weight = model.weight
-        torch.testing.assert_close(safe_get_full_grad(weight), torch.full((3, 5), 2.0))
-        safe_set_full_grad(weight, torch.arange(15.0).view(3, 5))
-        torch.testing.assert_close(safe_get_full_grad(weight), torch.arange(15.0).view(3, 5))
-        optimizer.step()
-        torch.testing.assert_close(safe_get_full_optimizer_state(weight, "mean"), torch.arange(15.0).view(3, 5))
-        value = torch.linspace(0, 1, 15).view(3, 5)
-        safe_set_full_fp32_param(weight, value)
-        torch.testing.assert_close(safe_get_full_fp32_param(weight), value)
-        assert torch.equal(weight.detach(), value.bfloat16())
-        safe_set_full_optimizer_state(weight, 2 * value, "mean")
-        torch.testing.assert_close(safe_get_full_optimizer_state(weight, "mean"), 2 * value)
-        with pytest.raises(_REFUSED, match=r"weight: expected a value of \(3, 5\), got \(5, 3\)"):
-            safe_set_full_optimizer_state(weight, value.t(), "mean")
-        with pytest.raises(_REFUSED, match="weight: expected one of its states, mean, got 'median'"):
-            safe_set_full_optimizer_state(weight, value, "median")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_deepspeed_s_accessors_read_and_write_whole_values(rank: int) -> None:
+    model = torch.nn.Linear(5, 3).bfloat16()
+    optimizer = LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model, stage=2)
+    optimizer.backward(model(torch.ones(2, 5).bfloat16()).sum())
+    weight = model.weight
+    torch.testing.assert_close(safe_get_full_grad(weight), torch.full((3, 5), 2.0))
+    safe_set_full_grad(weight, torch.arange(15.0).view(3, 5))
+    torch.testing.assert_close(safe_get_full_grad(weight), torch.arange(15.0).view(3, 5))
+    optimizer.step()
+    torch.testing.assert_close(safe_get_full_optimizer_state(weight, "mean"), torch.arange(15.0).view(3, 5))
+    value = torch.linspace(0, 1, 15).view(3, 5)
+    safe_set_full_fp32_param(weight, value)
+    torch.testing.assert_close(safe_get_full_fp32_param(weight), value)
+    assert torch.equal(weight.detach(), value.bfloat16())
+    safe_set_full_optimizer_state(weight, 2 * value, "mean")
+    torch.testing.assert_close(safe_get_full_optimizer_state(weight, "mean"), 2 * value)
+    with pytest.raises(_REFUSED, match=r"weight: expected a value of \(3, 5\), got \(5, 3\)"):
+        safe_set_full_optimizer_state(weight, value.t(), "mean")
+    with pytest.raises(_REFUSED, match="weight: expected one of its states, mean, got 'median'"):
+        safe_set_full_optimizer_state(weight, value, "median")
 
 
-def test_deepspeed_s_accessors_write_states_of_other_shapes_and_numbers() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = torch.nn.Linear(5, 3)
-        optimizer = LowLevelZeroOptimizer(factored(model.parameters()), model=model, stage=2)
-        weight = model.weight
-        with pytest.raises(_REFUSED, match="weight: expected it to have 'rows', it has none so far"):
-            safe_set_full_optimizer_state(weight, torch.ones(3), "rows")
-        optimizer.backward(model(torch.ones(2, 5)).sum())
-        optimizer.step()
-        safe_set_full_optimizer_state(weight, torch.arange(3.0), "rows")
-        torch.testing.assert_close(safe_get_full_optimizer_state(weight, "rows"), torch.arange(3.0))
-        safe_set_full_optimizer_state(weight, torch.tensor(7.0), "step")
-        assert safe_get_full_optimizer_state(weight, "step") == 7
-        with pytest.raises(_REFUSED, match=r"weight: expected a value of \(3,\), got \(3, 5\)"):
-            safe_set_full_optimizer_state(weight, torch.ones(3, 5), "rows")
-        with pytest.raises(ValueError, match="step = 0.0.*step = 1.0"):
-            safe_set_full_optimizer_state(weight, float(rank), "step")  # type: ignore[arg-type]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_deepspeed_s_accessors_write_states_of_other_shapes_and_numbers(rank: int) -> None:
+    model = torch.nn.Linear(5, 3)
+    optimizer = LowLevelZeroOptimizer(factored(model.parameters()), model=model, stage=2)
+    weight = model.weight
+    with pytest.raises(_REFUSED, match="weight: expected it to have 'rows', it has none so far"):
+        safe_set_full_optimizer_state(weight, torch.ones(3), "rows")
+    optimizer.backward(model(torch.ones(2, 5)).sum())
+    optimizer.step()
+    safe_set_full_optimizer_state(weight, torch.arange(3.0), "rows")
+    torch.testing.assert_close(safe_get_full_optimizer_state(weight, "rows"), torch.arange(3.0))
+    safe_set_full_optimizer_state(weight, torch.tensor(7.0), "step")
+    assert safe_get_full_optimizer_state(weight, "step") == 7
+    with pytest.raises(_REFUSED, match=r"weight: expected a value of \(3,\), got \(3, 5\)"):
+        safe_set_full_optimizer_state(weight, torch.ones(3, 5), "rows")
+    with pytest.raises(ValueError, match="step = 0.0.*step = 1.0"):
+        safe_set_full_optimizer_state(weight, float(rank), "step")  # type: ignore[arg-type]
 
 
-def test_layout_tells_each_rank_s_share() -> None:
-    def work(rank: int, world_size: int) -> str:
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 6, bias=False))
-        optimizer = LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model)
-        layout = layout_of(optimizer)
-        assert [p.split.span(rank) for p in layout.parameters] == [[(0, 64), (0, 0)], [(0, 0), (0, 48)]][rank]
-        assert layout.bytes == replace(memory_held(optimizer), bucket_buffers=0, gradients=layout.bytes.gradients)
-        return layout.table()
-
-    for table in run_ranks(work, 2):
-        owned = "the ranks own 64, 48 elements, the fullest 1.14 of the mean, the busiest 1.14"
-        assert f"of parameters that a rank owns whole {owned}" in table
+@on_ranks(2)
+def test_layout_tells_each_rank_s_share(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 6, bias=False))
+    optimizer = LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model)
+    layout = layout_of(optimizer)
+    assert [p.split.span(rank) for p in layout.parameters] == [[(0, 64), (0, 0)], [(0, 0), (0, 48)]][rank]
+    assert layout.bytes == replace(memory_held(optimizer), bucket_buffers=0, gradients=layout.bytes.gradients)
+    owned = "the ranks own 64, 48 elements, the fullest 1.14 of the mean, the busiest 1.14"
+    assert f"of parameters that a rank owns whole {owned}" in layout.table()
 
 
 @pytest.mark.parametrize("world_size", [8, 64, 1024])
@@ -367,53 +393,44 @@ def test_as_many_bytes_travel_as_adamw_s(world_size: int) -> None:
     assert all(whole[purpose] <= 1.02 * even[purpose] for purpose in whole)
 
 
-def test_the_caller_s_cost_deals_out_owners() -> None:
-    def work(rank: int, world_size: int) -> list[int | None]:
-        model = torch.nn.ModuleList(torch.nn.Linear(8, out, bias=False) for out in (1, 2, 3, 8))
-        dear = {id(model[0].weight): 5, id(model[1].weight): 4.5}
-        inner = by_parameter(model.parameters())
-        optimizer = LowLevelZeroOptimizer(inner, model=model, cost=lambda p: dear.get(id(p), 1))
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1, 1))]})
-        return [record.split.owner for record in optimizer.sharded_parameters]
-
-    assert run_ranks(work, 2) == [[0, 1, 1, 0, 1]] * 2
+@on_ranks(2)
+def test_the_caller_s_cost_deals_out_owners(rank: int) -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(8, out, bias=False) for out in (1, 2, 3, 8))
+    dear = {id(model[0].weight): 5, id(model[1].weight): 4.5}
+    inner = by_parameter(model.parameters())
+    optimizer = LowLevelZeroOptimizer(inner, model=model, cost=lambda p: dear.get(id(p), 1))
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1, 1))]})
+    assert [record.split.owner for record in optimizer.sharded_parameters] == [0, 1, 1, 0, 1]
 
 
-COSTS: dict[str, tuple[Any, str, str]] = {
-    "no number": (lambda p: "much", "TypeError", r"cost of weight: expected a finite number >= 0, got str 'much'"),
-    "negative": (lambda p: -1, "ValueError", r"cost of weight: expected a finite number >= 0, got -1"),
-    "no function": (1.5, "TypeError", r"cost: expected a callable that returns the cost of a parameter, or None"),
-    "ranks differ": (lambda p: torch.distributed.get_rank(), "ValueError", r"weight.*costs \(0,\).*costs \(1,\)"),
-}
+COSTS: list[tuple[Any, type[Exception], str]] = [
+    (lambda p: "much", TypeError, r"cost of weight: expected a finite number >= 0, got str 'much'"),
+    (lambda p: -1, ValueError, r"cost of weight: expected a finite number >= 0, got -1"),
+    (1.5, TypeError, r"cost: expected a callable that returns the cost of a parameter, or None"),
+    (lambda p: torch.distributed.get_rank(), ValueError, r"weight.*costs \(0,\).*costs \(1,\)"),
+]
 
 
-@pytest.mark.parametrize("case", COSTS)
-def test_a_cost_that_owners_can_t_be_dealt_out_by_is_refused(case: str) -> None:
-    cost, raised, message = COSTS[case]
-
-    def wrap(rank: int, world_size: int) -> None:
-        model = torch.nn.Linear(3, 2)
+@on_ranks(2, COSTS)
+def test_a_cost_that_owners_can_t_be_dealt_out_by_is_refused(
+    rank: int, cost: Any, raised: type[Exception], message: str
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(raised, match=message):
         LowLevelZeroOptimizer(by_parameter(model.parameters()), model=model, cost=cost)
 
-    for error in run_ranks_expecting(wrap, 2):
-        assert error.type == raised
-        assert re.search(message, error.message), error.message
+
+Muon = type("Muon", (ByParameter,), {})
 
 
-def test_muon_s_work_counts_as_operations() -> None:
+@on_ranks(2)
+def test_muon_s_work_counts_as_operations(rank: int) -> None:
     """A matrix takes more than three of half the size: by elements rank 0 would get one of these too."""
-    muon = type("Muon", (ByParameter,), {})
-
-    def work(rank: int, world_size: int) -> list[int | None]:
-        shapes = [(64, 64), (64, 32), (64, 32), (64, 32), (6, 10)]
-        parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-        groups = [{"params": parameters[:4]}, {"params": parameters[4:], "use_muon": False}]
-        optimizer = LowLevelZeroOptimizer(muon(groups, lr=0.1))
-        layout = layout_of(optimizer)
-        assert layout.owned[0].work == 5 * 3 * 64**3
-        return [record.split.owner for record in optimizer.sharded_parameters]
-
-    assert run_ranks(work, 2) == [[0, 1, 1, 1, 1]] * 2
+    shapes = [(64, 64), (64, 32), (64, 32), (64, 32), (6, 10)]
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = LowLevelZeroOptimizer(Muon([{"params": parameters[:4]}, {"params": parameters[4:], "use_muon": False}]))
+    assert layout_of(optimizer).owned[0].work == 5 * 3 * 64**3
+    assert [record.split.owner for record in optimizer.sharded_parameters] == [0, 1, 1, 1, 1]
 
 
 class Careless(torch.optim.SGD):
@@ -424,17 +441,6 @@ class Careless(torch.optim.SGD):
             for p in group["params"]:
                 rows = p.grad.flatten(1) if p.dim() > 1 else p.grad.view(1, -1)  # type: ignore[union-attr]
                 p.data.sub_(group["lr"] * (rows / (rows.norm(dim=1, keepdim=True) + 1e-6)).view(p.shape))
-
-
-def test_parameters_of_other_ranks_are_not_there_in_a_step() -> None:
-    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return Careless(model.parameters(), lr=0.1)
-
-    def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-        return torch.stack([(p.sin() * (rank + step + 1)).sum() for p in model.parameters()]).sum()
-
-    assert choose_splits(make(torch.nn.Linear(3, 2))) == ["parameters"]
-    assert assert_trains_alike(make, lambda: torch.nn.Linear(5, 3), tolerance=0, loss=loss).splits == ("parameters",)
 
 
 class Counting(Careless):
@@ -457,23 +463,6 @@ class NeverEmpty(Counting):
             self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
 
 
-def test_a_class_that_fails_on_an_empty_group_is_given_a_parameter_in_it() -> None:
-    """Each rank owns the only matrix of one group, and nothing of the third but on rank 0."""
-
-    def make(model: Any) -> torch.optim.Optimizer:
-        return NeverEmpty([{"params": [layer.weight]} for layer in model], lr=0.1)
-
-    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
-        return torch.stack([(layer.weight.sin() * (rank + step + 1)).sum() for layer in model]).sum()
-
-    def model() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(5, 4), torch.nn.Linear(2, 2))
-
-    found = assert_trains_alike(make, model, tolerance=0, loss=loss, world_size=4)
-    assert found.splits == ("parameters",) * 3
-    assert sum(size > 0 for size in found.states) <= 3
-
-
 class OnTheFirstDevice(torch.optim.SGD):
     """Looks at the device of each group's first parameter."""
 
@@ -483,20 +472,6 @@ class OnTheFirstDevice(torch.optim.SGD):
             rate = torch.tensor(group["lr"], device=group["params"][0].device)
             for p in (each for each in group["params"] if each.grad is not None):
                 p.sub_(rate * p.grad)
-
-
-def test_a_frozen_group_isn_t_empty_for_a_class_that_fails_on_that() -> None:
-    def make(model: Any) -> torch.optim.Optimizer:
-        model[0].requires_grad_(False)
-        return OnTheFirstDevice([{"params": list(layer.parameters())} for layer in model], lr=0.1)
-
-    def model() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 4))
-
-    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
-        return model(torch.full((1, 5), float(rank + step))).sin().sum()
-
-    assert assert_trains_alike(make, model, tolerance=0, loss=loss).splits == ("elements",) * 2
 
 
 class Stacking(torch.optim.SGD):
@@ -510,25 +485,72 @@ class Stacking(torch.optim.SGD):
                 p.sub_(p.grad / norm, alpha=0.1)
 
 
-def test_a_class_that_fails_without_gradients_is_given_one_where_others_have_some() -> None:
-    def make(model: Any) -> torch.optim.Optimizer:
-        return Stacking([{"params": list(model.parameters()), "param_names": ["first", "second"]}], lr=0.1)
+def loss_of_all(model: Any, step: int, rank: int) -> torch.Tensor:
+    return torch.stack([(p.sin() * (rank + step + 1)).sum() for p in model.parameters()]).sum()
+
+
+def loss_of_one_layer(model: Any, step: int, rank: int) -> torch.Tensor:
+    return loss_of_all(model[step % len(model)], step, rank)
+
+
+def loss_at_times(model: Any, step: int, rank: int) -> torch.Tensor:
+    return loss_of_all(model, step, rank) if step % 2 else torch.zeros(())
+
+
+def of_one_group(cls: Any, model: Any) -> torch.optim.Optimizer:
+    return cls(model.parameters(), lr=0.1)
+
+
+def of_groups(cls: Any, model: Any) -> torch.optim.Optimizer:
+    return cls([{"params": list(layer.parameters())} for layer in model], lr=0.1)
+
+
+def with_names(cls: Any, model: Any) -> torch.optim.Optimizer:
+    return cls([{"params": list(model.parameters()), "param_names": ["first", "second"]}], lr=0.1)
+
+
+def of_the_last_alone(cls: Any, model: Any) -> torch.optim.Optimizer:
+    model[0].requires_grad_(False)
+    return of_groups(cls, model)
+
+
+class Alike(NamedTuple):
+    """A class that looks at more than the parameters that a rank owns, and how it trains as in one process."""
+
+    make: Callable[[Any, Any], torch.optim.Optimizer]
+    cls: type[torch.optim.Optimizer]
+    layers: Sequence[tuple[int, int]]
+    loss: Callable[[Any, int, int], torch.Tensor]
+    split: str = "parameters"
+    options: dict[str, Any] = {"world_size": 2}  # noqa: RUF012
+
+
+ALIKE = {
+    "parameters of other ranks are not there in a step": Alike(of_one_group, Careless, [(5, 3), (2, 3)], loss_of_all),
+    # Each rank owns the only matrix of one group, and nothing of the third but on rank 0.
+    "a class that fails on an empty group is given a parameter in it": Alike(
+        of_groups, NeverEmpty, [(5, 3), (5, 4), (2, 2)], loss_of_all, options={"world_size": 4}
+    ),
+    "a frozen group isn't empty for a class that fails on that": Alike(
+        of_the_last_alone, OnTheFirstDevice, [(5, 3), (3, 4)], loss_of_all, "elements"
+    ),
+    "a class that fails without gradients is given one where others have some": Alike(
+        with_names, Stacking, [(4, 4), (4, 4)], loss_of_one_layer
+    ),
+    "steps without any gradient count": Alike(of_one_group, Counting, [(5, 3)], loss_at_times),
+    "steps without any gradient count where it clips": Alike(
+        of_one_group, Counting, [(5, 3)], loss_at_times, options={"clip_grad_norm": 1e6}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_ranks_train_alike(case: str) -> None:
+    make, cls, layers, loss, split, chosen = ALIKE[case]
 
     def model() -> torch.nn.Module:
-        return torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2)))
+        return torch.nn.Sequential(*(torch.nn.Linear(*sizes, bias=False) for sizes in layers))
 
-    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
-        return model[step % 2](torch.full((1, 4), float(1 + rank + step))).sin().sum()
-
-    assert assert_trains_alike(make, model, tolerance=0, loss=loss).splits == ("parameters",)
-
-
-@pytest.mark.parametrize("chosen", [{}, {"clip_grad_norm": 1e6}], ids=["", "clipped"])
-def test_steps_without_any_gradient_count(chosen: dict[str, Any]) -> None:
-    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return Counting(model.parameters(), lr=0.1)
-
-    def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
-        return (model.weight * (rank + step + 1)).sum() if step % 2 else torch.zeros(())  # type: ignore[operator]
-
-    assert_trains_alike(make, lambda: torch.nn.Linear(5, 3, bias=False), tolerance=0, loss=loss, **chosen)
+    found = assert_trains_alike(lambda each: make(cls, each), model, tolerance=0, loss=loss, **chosen)
+    assert {*found.splits} == {split}
+    assert cls is not NeverEmpty or sum(size > 0 for size in found.states) <= 3
