@@ -425,7 +425,7 @@ MUTANTS = [
         SUMS,
         "(adds or record.p.grad is None or record.arrived)",
         "(record.p.grad is None or record.arrived)",
-        "tests/numbers/test_assigned_gradients.py",
+        "tests/numbers/test_gradient_methods.py",
     ),
     Mutant(
         "the backward around a nested one doesn't end the sync",

@@ -14,6 +14,7 @@ from lowlevel_zero.layout import traffic_of
 from lowlevel_zero.partition import ROW_BYTES, WIDE_ROW, Alignment, alignment_of
 from tests.support.judging import check_run
 from tests.support.numbers import trained
+from tests.support.on_ranks import on_ranks
 from tests.support.options import grouped
 from tests.support.oracle import Run, train_sharded
 from tests.support.ranks import run_ranks
@@ -49,9 +50,6 @@ def test_units_are_of_128_bytes(dtype: torch.dtype) -> None:
     assert alignment_of(dtype).short * dtype.itemsize == ROW_BYTES == 128
     assert alignment_of(dtype).wide == alignment_of(dtype).short
     assert alignment_of(dtype, wide_rows=True) == (alignment_of(dtype).short, 2**16)
-
-
-# A plan
 
 
 # A run
@@ -98,19 +96,18 @@ def test_wider_rows_and_slices_change_no_number(monkeypatch: pytest.MonkeyPatch,
             check_run(run, ran.values())
 
 
-def test_rows_are_as_wide_as_wanted() -> None:
-    def train(rank: int, world_size: int, **options: Any) -> dict[str, int]:
-        model = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 200))
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = LowLevelZeroOptimizer(sgd, model=model, partition_grad=True, **options)
-        optimizer.backward(model(torch.ones(1, 400)).sum())
-        optimizer.step()
-        return traffic_of(optimizer)
-
-    elements = 400 * 300 + 300 + 300 * 200 + 200
-    for sent in run_ranks(lambda *of: train(*of, communication=Communication(pad_buckets_for_high_nccl_busbw=True)), 2):
+@on_ranks(2, [True, False])
+def test_rows_are_as_wide_as_wanted(rank: int, wide: bool) -> None:
+    model = nn.Sequential(nn.Linear(400, 300), nn.Linear(300, 200))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = Communication(pad_buckets_for_high_nccl_busbw=wide)
+    optimizer = LowLevelZeroOptimizer(sgd, model=model, partition_grad=True, communication=chosen)
+    optimizer.backward(model(torch.ones(1, 400)).sum())
+    optimizer.step()
+    sent, elements = traffic_of(optimizer), 400 * 300 + 300 + 300 * 200 + 200
+    if wide:
         assert sent == {"reduce": 2 * WIDE_ROW * 4, "gather": 2 * WIDE_ROW * 4}
-    for sent in run_ranks(train, 2):
+    else:
         assert all(elements // 2 * 4 <= nbytes < (elements // 2 + 100) * 4 for nbytes in sent.values())
 
 

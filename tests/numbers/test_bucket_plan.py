@@ -108,7 +108,7 @@ def random_items(seed: int) -> tuple[list[Item], list[int], int]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_plan_holds_every_parameter_once(seed: int) -> None:
+def test_any_plan_holds_every_parameter_once_in_buckets_of_one_kind_that_are_full(seed: int) -> None:
     items, order, bucket_size = random_items(seed)
     plan = make_plan(items, order, bucket_size)
     full = sorted(index for index, each in enumerate(items) if each.split.numel)
@@ -116,29 +116,22 @@ def test_any_plan_holds_every_parameter_once(seed: int) -> None:
     assert [bucket.position for bucket in plan.buckets] == list(range(len(plan.buckets)))
     found = {index: bucket.position for bucket in plan.buckets for index in bucket.members}
     assert list(plan.bucket_of) == [found.get(index, -1) for index in range(len(items))]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_any_plan_fills_buckets_of_one_kind_to_their_size(seed: int) -> None:
-    items, order, bucket_size = random_items(seed)
-    for bucket in make_plan(items, order, bucket_size).buckets:
+    for bucket in plan.buckets:
         assert len({items[index].kind for index in bucket.members}) <= 1
-        assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
         held = sum(items[index].split.padded_numel for index in bucket.members)
         assert held <= bucket_size or len(bucket.members) == 1
         assert [index for index in order if index in bucket.members] == list(bucket.members)
-        assert bucket.body == sum(bucket.sizes)
         assert not bucket.in_place or bucket.row == bucket.body
+        check_row(bucket, items)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_rows_of_any_plan_are_padded_by_two_percent_at_most_unless_wide_ones_are_wanted(seed: int) -> None:
-    items, order, bucket_size = random_items(seed)
-    plan, alignment = make_plan(items, order, bucket_size), items[0].alignment
-    used = [random.Random(seed * 100 + index).random() < 0.5 for index in range(len(items))]
-    for bucket in (*plan.buckets, *narrowed(plan, used, [alignment] * len(items)).buckets):
-        assert bucket.row == alignment.padded(bucket.body)
-        assert alignment.wide > alignment.short or 0 <= bucket.row - bucket.body <= 0.02 * bucket.body
+def check_row(bucket: PlannedBucket, items: list[Item]) -> None:
+    """Rows are padded by two percent at most unless wide ones are wanted."""
+    alignment = items[0].alignment
+    assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
+    assert bucket.body == sum(bucket.sizes)
+    assert bucket.row == alignment.padded(bucket.body)
+    assert alignment.wide > alignment.short or 0 <= bucket.row - bucket.body <= 0.02 * bucket.body
 
 
 NARROWED = {
@@ -166,7 +159,7 @@ def test_a_narrowed_plan_has_what_is_used_in_the_same_order_and_company(seed: in
     assert [bucket.members for bucket in narrow.buckets] == [members for members in kept if members]
     for at, bucket in enumerate(narrow.buckets):
         assert bucket.position == at
-        assert bucket.sizes == tuple(items[index].split.slice_size for index in bucket.members)
+        check_row(bucket, items)
         assert all(narrow.bucket_of[index] == bucket.position for index in bucket.members)
     assert all(position < 0 for index, position in enumerate(narrow.bucket_of) if not used[index])
     assert narrowed(plan, [True] * len(items), alignments) == plan

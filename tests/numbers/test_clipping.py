@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.experts import Run, prepare, train_alone, train_step, whole_name
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import run_ranks
 
 INF = float("inf")
 
@@ -44,7 +45,16 @@ def loss_at(parts: list[Part], step: int, rank: int) -> Tensor:
     return parts[2](x).square().mean()
 
 
-def train(rank: int, world_size: int, norm_type: float, slices: bool, options: dict[str, Any]) -> None:
+@on_ranks(
+    3,
+    [
+        (2.0, False, {}),
+        (1.0, True, {"partition_grad": True, "reduce_bucket_size": 10}),
+        (INF, True, {"cpu_offload": True}),
+        (2.5, False, {"partition_grad": True, "overlap_allgather": True}),
+    ],
+)
+def test_several_optimizers_and_a_plain_one(rank: int, norm_type: float, slices: bool, options: dict[str, Any]) -> None:
     """Three parts: two with sharded optimizers, of which one leaves layers out; the third's are all ranks' alike."""
     parts, copies = [Part(seed) for seed in range(3)], [Part(seed) for seed in range(3)]
     sharded = [LowLevelZeroOptimizer(sgd(part.parameters()), model=part, **options) for part in parts[:2]]
@@ -53,7 +63,7 @@ def train(rank: int, world_size: int, norm_type: float, slices: bool, options: d
         loss = loss_at(parts, step, rank)
         with sharded[0].backward_pass(loss), sharded[1].backward_pass(loss):
             loss.backward()
-        torch.stack([loss_at(copies, step, each) for each in range(world_size)]).mean().backward()
+        torch.stack([loss_at(copies, step, each) for each in range(3)]).mean().backward()
         for p, q in zip(parts[2].parameters(), copies[2].parameters(), strict=True):
             p.grad = q.grad.clone() if q.grad is not None else None
         first: list[Any] = [p for group in sharded[0].param_groups for p in group["params"]]
@@ -76,25 +86,14 @@ def train(rank: int, world_size: int, norm_type: float, slices: bool, options: d
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-def test_several_optimizers_and_a_plain_one(subtests: pytest.Subtests) -> None:
-    cases: list[tuple[float, bool, dict[str, Any]]] = [
-        (2.0, False, {}),
-        (1.0, True, {"partition_grad": True, "reduce_bucket_size": 10}),
-        (INF, True, {"cpu_offload": True}),
-        (2.5, False, {"partition_grad": True, "overlap_allgather": True}),
-    ]
-    for case, ran in run_cases(train, 3, cases):
-        with subtests.test(str(case)):
-            ran.values()
-
-
-def clip_uneven(rank: int, world_size: int, norm_type: float) -> None:
+@on_ranks(2, [2.0, INF])
+def test_ranks_that_lack_gradients(rank: int, norm_type: float) -> None:
     """Rank 0 alone has run a plain backward; torch's function would see no gradients on the others."""
     part, copied = Part(0), Part(0)
     optimizer, alone = LowLevelZeroOptimizer(sgd(part.parameters()), model=part), sgd(copied.parameters())
     if rank == 0:
         part(batch(0, 0)).square().mean().backward()
-    (copied(batch(0, 0)).square().mean() / world_size).backward()
+    (copied(batch(0, 0)).square().mean() / 2).backward()
     norm = lowlevel_zero.clip_grad_norm_(part.parameters(), 0.01, norm_type)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(copied.parameters(), 0.01, norm_type))
     optimizer.step()
@@ -103,20 +102,18 @@ def clip_uneven(rank: int, world_size: int, norm_type: float) -> None:
         torch.testing.assert_close(p, q)
 
 
-def test_the_largest_element_by_the_name_that_torch_takes() -> None:
-    def clip(rank: int, world_size: int) -> tuple[float, ...]:
-        part = Part(0)
-        optimizer = LowLevelZeroOptimizer(sgd(part.parameters()), model=part)
-        optimizer.backward(part(batch(0, rank)).sum())
-        clips: list[Any] = [lowlevel_zero.clip_grad_norm_, torch.nn.utils.clip_grad_norm_]
-        return tuple(float(each(part.parameters(), INF, norm_type="inf")) for each in clips)
-
-    for ours, torchs in run_ranks(clip, 2, timeout=30):
-        assert ours == torchs > 0
+@on_ranks(2)
+def test_the_largest_element_by_the_name_that_torch_takes(rank: int) -> None:
+    part = Part(0)
+    optimizer = LowLevelZeroOptimizer(sgd(part.parameters()), model=part)
+    optimizer.backward(part(batch(0, rank)).sum())
+    clips: list[Any] = [lowlevel_zero.clip_grad_norm_, torch.nn.utils.clip_grad_norm_]
+    ours, torchs = (float(each(part.parameters(), INF, norm_type="inf")) for each in clips)
+    assert ours == torchs > 0
 
 
-def not_finite(rank: int, world_size: int, _: float) -> None:
-    """Refused on all ranks, with gradients as they were."""
+@on_ranks(2)
+def test_norms_that_are_not_finite_are_refused_with_gradients_as_they_were(rank: int) -> None:
     part = Part(0)
     optimizer = LowLevelZeroOptimizer(sgd(part.parameters()), model=part)
     optimizer.backward(part(batch(0, rank)).sum() * (INF if rank == 0 else 1.0))
@@ -129,13 +126,6 @@ def not_finite(rank: int, world_size: int, _: float) -> None:
     assert before.isinf().all()
     assert lowlevel_zero.clip_grad_norm_([], 1.0) == 0.0
     assert lowlevel_zero.clip_grad_norm_(nn.Parameter(torch.ones(2)), 1.0) == 0.0
-
-
-def test_ranks_that_lack_gradients_and_norms_that_are_not_finite(subtests: pytest.Subtests) -> None:
-    for work in (clip_uneven, not_finite):
-        for (norm_type,), ran in run_cases(work, 2, [(2.0,), (INF,)]):
-            with subtests.test(f"{work.__name__}, {norm_type}"):
-                ran.values()
 
 
 def clip_experts(rank: int, world_size: int, run: Run, norm_type: float) -> tuple[list[float], dict[str, Tensor]]:

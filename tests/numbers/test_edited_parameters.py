@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases
 from tests.support.scripts import STAGES, Alone, Case, Script, Together, adamw, check_each, net, steps
 
 
@@ -114,8 +114,7 @@ def test_adding_what_is_there_already_is_refused_and_changes_nothing(rank: int) 
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks(2, timeout=30)
+@on_ranks(2, [torch.float32, torch.bfloat16])
 def test_parameters_that_exchange_their_memory_keep_each_other_s_values(rank: int, dtype: torch.dtype) -> None:
     parameters = [nn.Parameter(torch.full((4,), float(at), dtype=dtype)) for at in range(3)]
     optimizer = LowLevelZeroOptimizer(torch.optim.SGD(parameters, lr=0.5))
@@ -141,42 +140,35 @@ class Replacing(torch.optim.Optimizer):
                     p.data = p.data - group["lr"] * p.grad
 
 
-@pytest.mark.parametrize("split", ["elements", "parameters"])
-def test_edits_reach_an_optimizer_that_gives_its_parameters_other_memory(split: str) -> None:
-    def train(rank: int, world_size: int) -> float:
-        torch.manual_seed(0)
-        model, x = nn.Linear(5, 3), torch.randn(4, 5)
-        alone = nn.Linear(5, 3)
-        alone.load_state_dict(model.state_dict())
-        optimizer, of_alone = (
-            LowLevelZeroOptimizer(Replacing(model.parameters()), split=split),
-            Replacing(alone.parameters()),
-        )
-        for edit in (lambda p: None, lambda p: p.mul_(0.5), lambda p: p.copy_(torch.full_like(p, 0.25))):
-            for each in (model, alone):
-                with torch.no_grad():
-                    for p in each.parameters():
-                        edit(p)
-            optimizer.backward(model(x[2 * rank :][:2]).square().mean())
-            alone(x).square().mean().backward()
-            for each in (optimizer, of_alone):
-                each.step()
-                each.zero_grad()
-        return max(
-            (own - other).abs().max().item() for own, other in zip(model.parameters(), alone.parameters(), strict=True)
-        )
-
-    assert max(run_ranks(train, 2, timeout=30)) < 1e-6
+@on_ranks(2, ["elements", "parameters"])
+def test_edits_reach_an_optimizer_that_gives_its_parameters_other_memory(rank: int, split: str) -> None:
+    model, alone, x = nn.Linear(5, 3), nn.Linear(5, 3), torch.randn(4, 5)
+    alone.load_state_dict(model.state_dict())
+    optimizer, of_alone = (
+        LowLevelZeroOptimizer(Replacing(model.parameters()), split=split),
+        Replacing(alone.parameters()),
+    )
+    for edit in (lambda p: None, lambda p: p.mul_(0.5), lambda p: p.copy_(torch.full_like(p, 0.25))):
+        with torch.no_grad():
+            for p in (*model.parameters(), *alone.parameters()):
+                edit(p)
+        optimizer.backward(model(x[2 * rank :][:2]).square().mean())
+        alone(x).square().mean().backward()
+        for each in (optimizer, of_alone):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=0, atol=1e-6)
 
 
-def test_an_optimizer_with_a_list_of_parameters_of_its_own_is_refused() -> None:
-    class Listing(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            self.mine = list(params)
-            super().__init__(self.mine, lr=0.1)
+class Listing(torch.optim.SGD):
+    """Has a list of parameters of its own."""
 
-    def construct(rank: int, world_size: int) -> None:
-        with pytest.raises(TypeError, match=r"expected Listing to find its parameters in param_groups.* in .mine: let"):
-            LowLevelZeroOptimizer(Listing(nn.Linear(3, 3).parameters()))
+    def __init__(self, params: Any) -> None:
+        self.mine = list(params)
+        super().__init__(self.mine, lr=0.1)
 
-    run_ranks(construct, 2, timeout=30)
+
+@on_ranks(2)
+def test_an_optimizer_with_a_list_of_parameters_of_its_own_is_refused(rank: int) -> None:
+    with pytest.raises(TypeError, match=r"expected Listing to find its parameters in param_groups.* in .mine: let"):
+        LowLevelZeroOptimizer(Listing(nn.Linear(3, 3).parameters()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.optim.splits import choose_splits
-from tests.support.ranks import run_ranks
 from tests.support.strangers import (
     AdamByHand,
     Noisy,
@@ -52,7 +48,7 @@ TORCH_CLASSES = [
 
 def ways(name: str) -> list[dict[str, Any]]:
     """The implementations and options of a torch class that must all be elementwise."""
-    implementations = [{"foreach": True}, {"foreach": False}]
+    implementations: list[dict[str, Any]] = [{}, {"foreach": True}]
     if name in FUSED_ON_CPU and (name != "Adagrad" or torch.__version__ >= "2.5"):
         implementations.append({"fused": True})
     return implementations + OPTIONS.get(name, [])
@@ -61,33 +57,40 @@ def ways(name: str) -> list[dict[str, Any]]:
 EVERY_WAY = [(name, way) for name in ACCEPTED for way in ways(name)]
 
 
-class Lion(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        sign = torch.sign(0.9 * state.get("m", torch.zeros_like(p)) + 0.1 * g)
-        average(state, "m", g, 0.99)
-        return sign + 0.1 * p
+Direction = Callable[..., Tensor]
 
 
-class CautiousByElement(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        u = adam(state, g)
-        return u * (u * g > 0)
+def directed(direction: Direction) -> type[Stranger]:
+    """A class that takes its direction from a function of parameter, gradient, state and group."""
+    return type(direction.__name__, (Stranger,), {"direction": lambda self, *of: direction(*of)})
 
 
-class WritesIntoGradients(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return g.clamp_(-1, 1)
+@directed
+def Lion(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    sign = torch.sign(0.9 * state.get("m", torch.zeros_like(p)) + 0.1 * g)
+    average(state, "m", g, 0.99)
+    return sign + 0.1 * p
 
 
-class RowsAndColumns(Stranger):
+@directed
+def CautiousByElement(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    u = adam(state, g)
+    return u * (u * g > 0)
+
+
+@directed
+def WritesIntoGradients(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    return g.clamp_(-1, 1)
+
+
+@directed
+def RowsAndColumns(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
     """Adafactor under another name: second moments of matrices are factored, those of vectors are not."""
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        if p.ndim < 2:
-            return g / (average(state, "v", g * g).sqrt() + 1e-8)
-        rows, columns = average(state, "r", (g * g).mean(-1)), average(state, "c", (g * g).mean(-2))
-        mean = rows.mean(-1)[..., None, None] + 1e-30
-        return g / ((rows.unsqueeze(-1) * columns.unsqueeze(-2) / mean).sqrt() + 1e-8)
+    if p.ndim < 2:
+        return g / (average(state, "v", g * g).sqrt() + 1e-8)
+    rows, columns = average(state, "r", (g * g).mean(-1)), average(state, "c", (g * g).mean(-2))
+    mean = rows.mean(-1)[..., None, None] + 1e-30
+    return g / ((rows.unsqueeze(-1) * columns.unsqueeze(-2) / mean).sqrt() + 1e-8)
 
 
 class Quantised(Stranger):
@@ -119,34 +122,33 @@ class QuantisedWhereDivisibleBy128(QuantisedWhereDivisible):
     block = 128
 
 
-class LargeAreScaled(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return adam(state, g) * (0.5 if p.numel() > 16384 else 1)
+@directed
+def LargeAreScaled(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    return adam(state, g) * (0.5 if p.numel() > 16384 else 1)
 
 
-class CentralisedKernels(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return adam(state, g - g.mean((1, 2, 3), keepdim=True) if g.ndim > 3 else g)
+@directed
+def CentralisedKernels(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    return adam(state, g - g.mean((1, 2, 3), keepdim=True) if g.ndim > 3 else g)
 
 
-class ClippedByRms(Stranger):
+@directed
+def ClippedByRms(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
     """StableAdamW: the learning rate falls where gradients outgrow the second moments."""
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        u = adam(state, g)
-        return u / (g * g / (state["v"] + 1e-12)).mean().sqrt().clamp(min=3)
+    u = adam(state, g)
+    return u / (g * g / (state["v"] + 1e-12)).mean().sqrt().clamp(min=3)
 
 
-class DecayOfMatrices(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        return g + 0.1 * p if p.ndim > 1 else g
+@directed
+def DecayOfMatrices(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    return g + 0.1 * p if p.ndim > 1 else g
 
 
-class RowsWithoutGradientsRest(Stranger):
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        rows = g.flatten(1) if g.ndim > 1 else g[None]
-        worked = rows.any(1)
-        return average(state, "m", g) * (worked.view(-1, *(1,) * (g.ndim - 1)) if g.ndim > 1 else worked)
+@directed
+def RowsWithoutGradientsRest(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    rows = g.flatten(1) if g.ndim > 1 else g[None]
+    worked = rows.any(1)
+    return average(state, "m", g) * (worked.view(-1, *(1,) * (g.ndim - 1)) if g.ndim > 1 else worked)
 
 
 class ClippedByGlobalNorm(Stranger):
@@ -190,15 +192,14 @@ def test_a_probe_agrees_with_the_table(name: str, way: dict[str, Any]) -> None:
     assert choose_splits(subclass(matrix(), **way)) == ["elements"]
 
 
-class SparesTheWeightsDirection(Stranger):
+@directed
+def SparesTheWeightsDirection(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
     """AdamP under another name: what is parallel to the weights goes where a gradient is nearly orthogonal to them."""
-
-    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
-        update, rows, grads = adam(state, g), p.flatten(1) if p.dim() > 1 else p[None], g.reshape(len(g), -1)
-        if p.dim() == 1 or (torch.cosine_similarity(grads, rows).abs().max() >= 0.1 / rows.shape[1] ** 0.5):
-            return update
-        unit = rows / rows.norm(dim=1, keepdim=True)
-        return update - ((update.view_as(unit) * unit).sum(1, keepdim=True) * unit).view_as(update)
+    update, rows, grads = adam(state, g), p.flatten(1) if p.dim() > 1 else p[None], g.reshape(len(g), -1)
+    if p.dim() == 1 or (torch.cosine_similarity(grads, rows).abs().max() >= 0.1 / rows.shape[1] ** 0.5):
+        return update
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    return update - ((update.view_as(unit) * unit).sum(1, keepdim=True) * unit).view_as(update)
 
 
 @pytest.mark.parametrize("cls", [Lion, AdamByHand, CautiousByElement, WritesIntoGradients])
@@ -276,12 +277,14 @@ def test_groups_may_differ() -> None:
         choose_splits(AdamByHand([{"params": matrix(), "split": "rows"}]))
 
 
-@pytest.mark.parametrize("lr", [2e-5, 5e-7, 0.0, 1.0, torch.tensor(0.0), torch.tensor(0.01)])
-@pytest.mark.parametrize(("cls", "elementwise"), [(AdamByHand, True), (ScaledByNorms, False)])
-def test_every_learning_rate(cls: type[Stranger], elementwise: bool, lr: float | Tensor) -> None:
+LRS = [2e-5, 5e-7, 0.0, 1.0, torch.tensor(0.0), torch.tensor(0.01)]
+
+
+@pytest.mark.parametrize(("lr", "cls"), list(zip(LRS, [AdamByHand, ScaledByNorms] * 3, strict=True)))
+def test_every_learning_rate(cls: type[Stranger], lr: float | Tensor) -> None:
     before = copy.deepcopy(lr)
     optimizer = cls(matrix(), lr=lr)  # type: ignore[arg-type]
-    if elementwise:
+    if cls is AdamByHand:
         check_elementwise(optimizer)
     else:
         with pytest.raises(TypeError, match="flat slices differ"):
@@ -320,29 +323,34 @@ def test_known_by_name(name: str, split: str, reason: str) -> None:
     assert choose_splits(cls(matrix()), "elements") == ["elements"]
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-@pytest.mark.parametrize("chosen", ["elements", "parameters"])
-def test_what_no_choice_helps(name: str, chosen: str) -> None:
-    for cls in (getattr(torch.optim, name), type("Mine", (getattr(torch.optim, name),), {})):
-        with pytest.raises(TypeError, match="cannot be sharded") as caught:
-            choose_splits(cls(matrix()), chosen)
+NEVER: dict[str, tuple[Callable[[], Any], str]] = {
+    **{name: (lambda name=name: getattr(torch.optim, name)(matrix()), "cannot be sharded") for name in REFUSED},
+    **{
+        f"a subclass of {name}": (
+            lambda name=name: type("Mine", (getattr(torch.optim, name),), {})(matrix()),
+            "cannot be sharded",
+        )
+        for name in REFUSED
+    },
+    "one that shards": (
+        lambda: type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(matrix()),
+        "wrap the optimizer inside",
+    ),
+    "differentiable": (
+        lambda: torch.optim.AdamW(matrix(), differentiable=True),
+        r"AdamW cannot .*differentiable=True",
+    ),
+    "no optimizer": (lambda: torch.nn.Linear(1, 1), r"expected a torch.optim.Optimizer, got Linear"),
+}
+
+
+@pytest.mark.parametrize("case", NEVER)
+def test_what_no_choice_helps(case: str) -> None:
+    make, message = NEVER[case]
+    for chosen in (None, "elements", "parameters"):
+        with pytest.raises(TypeError, match=message) as caught:
+            choose_splits(make(), chosen)
         assert "split=" not in str(caught.value)
-
-
-def test_an_optimizer_that_shards() -> None:
-    cls = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
-    with pytest.raises(TypeError, match="wrap the optimizer inside"):
-        choose_splits(cls(matrix()), "elements")
-
-
-def test_differentiable() -> None:
-    with pytest.raises(TypeError, match=r"AdamW cannot .*differentiable=True"):
-        choose_splits(torch.optim.AdamW(matrix(), differentiable=True))
-
-
-def test_no_optimizer() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
-        choose_splits(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 class KeepsMore(torch.optim.Optimizer):
@@ -368,26 +376,6 @@ class KeepsMore(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_states_that_slices_cannot_be_joined_to_ask_for_whole_parameters(nested: bool, tmp_path: Path) -> None:
-    """Their steps are elementwise; what a checkpoint has is whole all the same, and another number of ranks goes on."""
-
-    def train(rank: int, world_size: int, first: int, last: int) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(5, 6)
-        optimizer = LowLevelZeroOptimizer(KeepsMore(model.parameters(), nested=nested), model=model)
-        if first:
-            load_checkpoint(tmp_path, model, optimizer)
-        for step in range(first, last):
-            optimizer.backward(model(torch.full((2, 5), 1.0 + step)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        if last < 4:
-            save_checkpoint(tmp_path / "step", model, optimizer)
-        return [p.detach() for p in model.parameters()]
-
-    optimizer = KeepsMore(matrix(), nested=nested)
-    assert choose_splits(optimizer) == ["parameters"]
-    expected = run_ranks(train, 1, 0, 4)[0]
-    run_ranks(train, 2, 0, 2)
-    for got in run_ranks(train, 3, 2, 4):
-        torch.testing.assert_close(got, expected)
+def test_states_that_slices_cannot_be_joined_to_ask_for_whole_parameters(nested: bool) -> None:
+    """Their steps are elementwise."""
+    assert choose_splits(KeepsMore(matrix(), nested=nested)) == ["parameters"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
@@ -28,7 +28,7 @@ from tests.support.experts import (
 )
 from tests.support.numbers import trained
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import run_cases, run_cases_expecting, run_ranks, run_ranks_expecting
+from tests.support.ranks import run_ranks
 
 
 def drops(step: int, rank: int) -> set[int]:
@@ -60,70 +60,54 @@ def test_experts_train_as_in_one_process(subtests: pytest.Subtests) -> None:
 # ---- what travels ----
 
 
-def test_experts_without_twins_send_nothing() -> None:
-    def rank(rank: int, world_size: int) -> list[dict[str, int]]:
-        run = Run(2, 2)
-        trained = prepare(rank, run)
-        train_step(trained, run, 0, rank)
-        trained.optimizer.step()
-        dense, experts = (group.group.traffic() for group in trained.optimizer.sharded_groups)
-        return [traffic_of(trained.optimizer), dense, experts]
-
-    for both, dense, experts in run_ranks(rank, 2):
-        assert both == dense
-        assert min(dense.values()) > max(experts.values()) == 0
+@on_ranks(2)
+def test_experts_without_twins_send_nothing(rank: int) -> None:
+    run = Run(2, 2)
+    trained = prepare(rank, run)
+    train_step(trained, run, 0, rank)
+    trained.optimizer.step()
+    dense, experts = (group.group.traffic() for group in trained.optimizer.sharded_groups)
+    assert traffic_of(trained.optimizer) == dense
+    assert min(dense.values()) > max(experts.values()) == 0
 
 
-def test_on_a_device_groups_take_turns(subtests: pytest.Subtests) -> None:
+@on_ranks(2, product((False, True), (False, True)))
+def test_on_a_device_groups_take_turns(rank: int, bare: bool, as_on_device: bool) -> None:
     """Its communicators want one order on all ranks, whose gradients may come in another one on each.
 
     So do further groups of a plain backward, which not all ranks may run, on any device.
     """
+    started: list[int] = []
+    start = ShardGroup.all_reduce
 
-    def rank(rank: int, world_size: int, bare: bool, as_on_device: bool) -> list[int]:
-        started: list[int] = []
-        start = ShardGroup.all_reduce
+    def noted(group: ShardGroup, *arguments: Any) -> Any:
+        started.append(group.ranks)
+        return start(group, *arguments)
 
-        def noted(group: ShardGroup, *arguments: Any) -> Any:
-            started.append(group.ranks)
-            return start(group, *arguments)
-
-        run = Run(2, 2, bare=bare, as_on_device=as_on_device, options={"reduce_bucket_size": 1})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ShardGroup, "all_reduce", noted)
-            trained = prepare(rank, run)
-            train_step(trained, run, 0, rank)
-            trained.optimizer.step()
-        return started
-
-    for (bare, as_on_device), ran in run_cases(rank, 2, product((False, True), (False, True)), one_group=True):
-        with subtests.test(bare=bare, as_on_device=as_on_device):
-            for started in ran.values():
-                assert set(started) == {1, 2}
-                assert (started == sorted(started, reverse=True)) == (as_on_device or bare)
-
-
-# ---- state ----
+    run = Run(2, 2, bare=bare, as_on_device=as_on_device, options={"reduce_bucket_size": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardGroup, "all_reduce", noted)
+        trained = prepare(rank, run)
+        train_step(trained, run, 0, rank)
+        trained.optimizer.step()
+    assert set(started) == {1, 2}
+    assert (started == sorted(started, reverse=True)) == (as_on_device or bare)
 
 
 # ---- who is started alike ----
 
 
-def test_each_group_starts_from_its_own_first_rank() -> None:
+@on_ranks(4)
+def test_each_group_starts_from_its_own_first_rank(rank: int) -> None:
     """Parameters, buffers and frozen parameters of experts; the dense ones from rank 0."""
-
-    def rank(rank: int, world_size: int) -> dict[str, Tensor]:
-        layout = lay_out(rank, 4, 2)
-        model = Mixture(layout)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.fill_(float(rank))
-        wrap(Run(4, 2), model, layout)
-        return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-
-    for at, tensors in enumerate(run_ranks(rank, 4)):
-        for name, tensor in tensors.items():
-            assert (tensor == (at % 2 if name.startswith("experts") else 0)).all(), name
+    layout = lay_out(rank, 4, 2)
+    model = Mixture(layout)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(float(rank))
+    wrap(Run(4, 2), model, layout)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert (tensor == (rank % 2 if name.startswith("experts") else 0)).all(), name
 
 
 def test_experts_may_have_names_of_their_own_and_other_shapes() -> None:
@@ -148,118 +132,97 @@ def test_experts_may_have_names_of_their_own_and_other_shapes() -> None:
     assert one == other > 0
 
 
-# ---- later groups ----
-
-
 # ---- what is refused ----
 
 
-def _bad(change: Callable[[int, Mixture, Any], dict[Any, Any]]) -> Callable[[int, int], None]:
-    def rank(rank: int, world_size: int) -> None:
-        layout = lay_out(rank, 2, 2)
-        model = Mixture(layout)
-        wrap(Run(2, 2), model, layout, pg_to_param_list=change(rank, model, layout))
-
-    return rank
+Change = Callable[[int, Mixture, Any], Any]
+"""The mapping that a rank gives: ``change(rank, model, layout)``."""
 
 
 def _experts(model: Mixture) -> list[nn.Parameter]:
     return list(model.experts.parameters())
 
 
-MISTAKES: dict[str, tuple[Callable[[int, Mixture, Any], Any], str, str]] = {
-    "not a mapping": (lambda rank, model, layout: [1], "TypeError", "expected a dict"),
-    "not a group": (lambda rank, model, layout: {1: _experts(model)}, "TypeError", "process groups as keys"),
-    "not a list": (lambda rank, model, layout: {layout.twins: model.gate.weight}, "TypeError", "expected a list"),
-    "not a parameter": (lambda rank, model, layout: {layout.twins: ["gate"]}, "TypeError", "expected lists of param"),
+def _twice_on_one_rank(rank: int, model: Mixture, layout: Any) -> Any:
+    twice = [model.gate.bias] if rank == 1 else []
+    return {dist.group.WORLD: [*model.gate.parameters(), *twice], layout.twins: _experts(model)}
+
+
+def _of_both_on_one_rank(rank: int, model: Mixture, layout: Any) -> Any:
+    """One rank lists its experts under a group of both, the other under its own."""
+    both = dist.new_group([0, 1])
+    return {both if rank == 0 else layout.twins: _experts(model)}
+
+
+# What is given, and what each rank is told: all the same, where there is one.
+MISTAKES: dict[str, tuple[Change, list[tuple[type[Exception], str]]]] = {
+    "not a mapping": (lambda rank, model, layout: [1], [(TypeError, "expected a dict")]),
+    "not a group": (lambda rank, model, layout: {1: _experts(model)}, [(TypeError, "process groups as keys")]),
+    "not a list": (
+        lambda rank, model, layout: {layout.twins: model.gate.weight},
+        [(TypeError, "expected a list")],
+    ),
+    "not a parameter": (
+        lambda rank, model, layout: {layout.twins: ["gate"]},
+        [(TypeError, "expected lists of param")],
+    ),
     "a stranger": (
         lambda rank, model, layout: {layout.twins: [nn.Parameter(torch.zeros(2, 9))]},
-        "ValueError",
-        "(2, 9) tensor",
+        [(ValueError, r"\(2, 9\) tensor")],
     ),
     "listed twice": (
         lambda rank, model, layout: {layout.twins: [model.gate.bias], layout.neighbours: [model.gate.bias]},
-        "ValueError",
-        "gate.bias: expected it in one list",
+        [(ValueError, "gate.bias: expected it in one list")],
     ),
     "a group without this rank": (
         lambda rank, model, layout: {dist.GroupMember.NON_GROUP_MEMBER: _experts(model)},
-        "ValueError",
-        "that this rank belongs to",
+        [(ValueError, "that this rank belongs to")],
+    ),
+    "listed twice on one rank": (
+        _twice_on_one_rank,
+        [(RuntimeError, "rank 1 could not.*gate.bias"), (ValueError, "gate.bias")],
+    ),
+    "a mapping on one rank alone": (
+        lambda rank, model, layout: {layout.twins: _experts(model)} if rank == 0 else None,
+        [(ValueError, "")],
+    ),
+    "groups that do not part the ranks": (
+        _of_both_on_one_rank,
+        [(ValueError, r"rank 0 has the group of ranks \[0, 1\] where rank 1 has one of ranks \[1\]")],
     ),
 }
 
 
-def test_a_bad_mapping(subtests: pytest.Subtests) -> None:
-    def rank(rank: int, world_size: int, mistake: str) -> None:
-        change, _, _ = MISTAKES[mistake]
-        _bad(change)(rank, world_size)
-
-    for (mistake,), ran in run_cases_expecting(rank, 2, [(mistake,) for mistake in MISTAKES], timeout=20):
-        with subtests.test(mistake):
-            _, error, message = MISTAKES[mistake]
-            for raised in ran.raised():
-                assert raised.type == error
-                assert message in raised.message
+@on_ranks(2, MISTAKES, one_group=False, timeout=20)
+def test_a_bad_mapping(rank: int, mistake: str) -> None:
+    change, told = MISTAKES[mistake]
+    layout = lay_out(rank, 2, 2)
+    model = Mixture(layout)
+    raised, message = told[rank % len(told)]
+    with pytest.raises(raised, match=f"(?s){message}"):
+        wrap(Run(2, 2), model, layout, pg_to_param_list=change(rank, model, layout))
 
 
-def test_what_one_rank_has_wrong_all_refuse() -> None:
-    def change(rank: int, model: Mixture, layout: Any) -> dict[Any, Any]:
-        twice = [model.gate.bias] if rank == 1 else []
-        return {dist.group.WORLD: [*model.gate.parameters(), *twice], layout.twins: _experts(model)}
-
-    first, second = run_ranks_expecting(_bad(change), 2, timeout=20)
-    assert (first.type, second.type) == ("RuntimeError", "ValueError")
-    assert "rank 1 could not" in first.message
-    assert "gate.bias" in first.message
-
-
-def test_a_mapping_on_one_rank_alone() -> None:
-    for raised in run_ranks_expecting(
-        _bad(lambda rank, model, layout: {layout.twins: _experts(model)} if rank == 0 else None), 2, timeout=20
-    ):
-        assert raised.type == "ValueError"
-
-
-def test_groups_that_do_not_part_the_ranks() -> None:
-    """One rank lists its experts under a group of both, the other under its own."""
-
-    def change(rank: int, model: Mixture, layout: Any) -> dict[Any, Any]:
-        both = dist.new_group([0, 1])
-        return {both if rank == 0 else layout.twins: _experts(model)}
-
-    for raised in run_ranks_expecting(_bad(change), 2, timeout=20):
-        assert raised.type == "ValueError"
-        assert "rank 0 has the group of ranks [0, 1] where rank 1 has one of ranks [1]" in raised.message
-
-
-def test_a_group_outside_the_data_parallel_one() -> None:
-    def rank(rank: int, world_size: int) -> None:
-        alone = [dist.new_group([0]), dist.new_group([1])][rank]
-        both = dist.new_group([0, 1])
-        model = nn.Linear(2, 2)
-        options = {"dp_process_group": alone, "pg_to_param_list": {both: [model.weight]}}
+@on_ranks(2, timeout=20)
+def test_a_group_outside_the_data_parallel_one(rank: int) -> None:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    both = dist.new_group([0, 1])
+    model = nn.Linear(2, 2)
+    options = {"dp_process_group": alone, "pg_to_param_list": {both: [model.weight]}}
+    with pytest.raises(ValueError, match="expected groups within the data-parallel one"):
         LowLevelZeroOptimizer(sgd(model.parameters()), model=model, **options)
 
-    for raised in run_ranks_expecting(rank, 2, timeout=20):
-        assert raised.type == "ValueError"
-        assert "expected groups within the data-parallel one" in raised.message
 
-
-def test_experts_that_differ_in_a_group_of_twins() -> None:
+@on_ranks(4, timeout=20)
+def test_experts_that_differ_in_a_group_of_twins(rank: int) -> None:
     """Only one pair of twins differs; the others hear of it."""
-
-    def rank(rank: int, world_size: int) -> None:
-        layout = lay_out(rank, 4, 2)
-        model = Mixture(layout)
-        if rank == 3:
-            model.experts[0].up = nn.Linear(5, 7, bias=False)
+    layout = lay_out(rank, 4, 2)
+    model = Mixture(layout)
+    if rank == 3:
+        model.experts[0].up = nn.Linear(5, 7, bias=False)
+    raised, message = [(RuntimeError, "rank 1 could not"), (ValueError, "experts.0.up.bias")][rank % 2]
+    with pytest.raises(raised, match=message):
         wrap(Run(4, 2), model, layout)
-
-    raised = run_ranks_expecting(rank, 4, timeout=20)
-    assert [each.type for each in raised] == ["RuntimeError", "ValueError", "RuntimeError", "ValueError"]
-    assert "experts.0.up.bias" in raised[1].message
-    assert "rank 1 could not" in raised[0].message
 
 
 @on_ranks(2)
@@ -288,15 +251,13 @@ def test_experts_of_another_dtype_on_one_rank_are_refused_when_they_are_added(ra
 
 @pytest.mark.parametrize("later", [False, True])
 def test_experts_of_one_rank_may_be_frozen_where_others_train_theirs(later: bool) -> None:
-    def work(rank: int, world_size: int) -> list[float]:
-        torch.manual_seed(0)
+    def work(rank: int, world_size: int) -> list[float | None]:
         group = [dist.new_group([each]) for each in range(world_size)][rank]
         dense, expert = nn.Linear(3, 3), nn.Linear(3, 3)
         model = nn.ModuleDict({"dense": dense, "experts": nn.ModuleDict({str(rank): expert})})
         expert.requires_grad_(rank == 0)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         listed = {group: list(expert.parameters())}
-        optimizer = LowLevelZeroOptimizer(sgd, listed, model=model, clip_grad_norm=1.0)
+        optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), listed, model=model, clip_grad_norm=1.0)
         norms = []
         for step in range(3):
             if later and step == 1:
@@ -307,8 +268,8 @@ def test_experts_of_one_rank_may_be_frozen_where_others_train_theirs(later: bool
             norms.append(optimizer.get_grad_norm())
             optimizer.zero_grad()
         optimizer.verify()
-        return [norm for norm in norms if norm is not None]
+        return norms
 
     first, second = run_ranks(work, 2, timeout=30)
     assert first == second
-    assert len(first) == 3
+    assert None not in first

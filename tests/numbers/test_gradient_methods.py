@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_, clip_grad_value_
+from tests.support.covering import covering
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases
 
@@ -135,67 +137,6 @@ def test_a_gradient_of_another_optimizer_s_backward_is_added(rank: int) -> None:
     assert model.used.grad is None
 
 
-# Other orders of calls
-
-
-def twice(model: Two, optimizer: LowLevelZeroOptimizer) -> float:
-    optimizer.synchronize()
-    optimizer.synchronize()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    return 3.0
-
-
-def step_that_synchronizes(model: Two, optimizer: LowLevelZeroOptimizer) -> float:
-    optimizer.synchronize()
-    slices(optimizer)[1].grad = torch.full_like(slices(optimizer)[1], 7.0)
-    optimizer.step()
-    return 7.0
-
-
-def driven_backward(model: Two, optimizer: LowLevelZeroOptimizer) -> float:
-    optimizer.synchronize()
-    slices(optimizer)[1].grad.fill_(7.0)
-    optimizer.backward(model(1.0))
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    return 9.0
-
-
-def bare_backward(model: Two, optimizer: LowLevelZeroOptimizer) -> float:
-    optimizer.synchronize()
-    model(1.0).backward()
-    optimizer.synchronize()
-    optimizer.step()
-    return 5.0
-
-
-def nothing_to_skip(model: Two, optimizer: LowLevelZeroOptimizer) -> float:
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    return 3.0
-
-
-def skipped_twice(model: Two, optimizer: LowLevelZeroOptimizer) -> float:
-    optimizer.synchronize()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-        optimizer.step()
-    return 6.0
-
-
-Order = Callable[[Two, LowLevelZeroOptimizer], float]
-ORDERS: list[Order] = [twice, step_that_synchronizes, driven_backward, bare_backward, nothing_to_skip, skipped_twice]
-
-
-@on_ranks(2, product(ORDERS, STAGES))
-def test_each_order_of_calls_steps_by_what_is_there(rank: int, order: Order, stage: str) -> None:
-    """A reduction is never made twice, and an edit is never lost."""
-    model, optimizer = two(rank, **STAGES[stage])
-    moved = order(model, optimizer)
-    assert model.other.tolist() == [value - moved for value in range(5)]
-
-
 @on_ranks(2)
 def test_synchronize_is_refused_under_no_sync(rank: int) -> None:
     _, optimizer = two(rank)
@@ -293,3 +234,93 @@ def test_a_sparse_gradient_may_be_assigned(rank: int) -> None:
     replaced_by_a_sparse_one(slices(optimizer)[1])
     optimizer.step()
     assert model.other.tolist() == [value - 1.0 for value in range(5)]
+
+
+# Gradients that are assigned, scaled or taken from elsewhere
+
+
+def made(count: int = 2, **options: Any) -> tuple[list[nn.Parameter], LowLevelZeroOptimizer]:
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(count)]
+    return parameters, LowLevelZeroOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
+
+
+def weighted(parameters: list[nn.Parameter]) -> Tensor:
+    return torch.stack([(at + 1) * p.sum() for at, p in enumerate(parameters)]).sum()
+
+
+@on_ranks(2, covering((False, True), (False, True), (1, 2)))
+def test_one_between_two_backwards_takes_the_place_of_the_sum(
+    rank: int, plain: bool, none_first: bool, stage: int
+) -> None:
+    """Those of parameters 0 and 2 are assigned."""
+    parameters, optimizer = made(3, stage=stage)
+    for at in range(2):
+        if plain:
+            weighted(parameters).backward()
+        else:
+            optimizer.backward(weighted(parameters))
+        for p in parameters[::2] if at == 0 else ():
+            if none_first:
+                p.grad = None
+            p.grad = torch.full((4,), 100.0)
+    optimizer.step()
+    assert [p[0].item() for p in parameters] == [-101.0, -4.0, -103.0]
+
+
+@on_ranks(2)
+def test_one_of_a_slice_outlives_a_refused_step(rank: int) -> None:
+    parameters, optimizer = made()
+    optimizer.backward(weighted(parameters))
+    for p32 in optimizer.param_groups[0]["params"]:
+        p32.grad = torch.full_like(p32, 0.25)
+    optimizer.param_groups[0]["lr"] = 1.0 + rank
+    with pytest.raises(ValueError, match="expected the same settings"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1.0
+    if rank == 1:  # which the other rank hasn't done, though the values are the same
+        with torch.no_grad():
+            parameters[1].add_(1).sub_(1)
+    optimizer.step()
+    assert [p[0].item() for p in parameters] == [-0.25, -0.25]
+
+
+@on_ranks(2)
+def test_another_parameter_s_is_refused(rank: int) -> None:
+    (p, q), optimizer = made()
+    optimizer.backward(q.sum())
+    p.grad = q.grad
+    for call in (optimizer.step, lambda: optimizer.backward(p.sum()), lambda: (p.sum() + q.sum()).backward()):
+        with pytest.raises(RuntimeError, match="assigned by hand: write it by"):
+            call()
+        optimizer.zero_grad()
+        optimizer.backward(q.sum())
+        p.grad = q.grad
+
+
+@pytest.mark.parametrize("beside", ["a plain gradient", "another optimizer"])
+@on_ranks(2)
+def test_a_norm_that_differs_by_rank_is_refused(rank: int, beside: str) -> None:
+    (p,), optimizer = made(1)
+    (q,) = [nn.Parameter(torch.ones(4))]
+    groups = [dist.new_group([each]) for each in range(2)]
+    if beside == "another optimizer":
+        other = LowLevelZeroOptimizer(torch.optim.SGD([q], lr=1.0), dp_process_group=groups[rank])
+        other.backward(q.sum() * (1 + 9 * rank))
+    else:
+        (q.sum() * (1 + 9 * rank)).backward()
+    optimizer.backward(p.sum())
+    clip_grad_norm_([p, q], 1.0)
+    with pytest.raises(RuntimeError, match="expected the same edits of p.grad on every rank, .* from 2.83 on rank"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_an_operator_in_place_on_its_data(rank: int) -> None:
+    (p, q), optimizer = made()
+    optimizer.backward(8 * p.sum() + 8 * q.sum())
+    p.grad.data *= 0.5  # type: ignore[union-attr]
+    optimizer.param_groups[0]["params"][1].grad.data -= 2.0
+    with pytest.raises(RuntimeError, match=r"expected p.grad.copy_\(tensor\)"):
+        p.grad.data = torch.ones(4)  # type: ignore[union-attr]
+    optimizer.step()
+    assert [p[0].item(), q[0].item()] == [-4.0, -6.0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.sharded_parameter import ShardedParameter
@@ -29,7 +29,6 @@ from tests.support.oracle import (
     loss_of,
     train_sharded,
 )
-from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 from tests.support.two_devices import DEVICE, HOST, TwoDevices
 
 OFFLOADED = {"cpu_offload": True, "reduce_bucket_size": 50}
@@ -38,20 +37,22 @@ OFFLOADED = {"cpu_offload": True, "reduce_bucket_size": 50}
 def test_not_a_bit_differs_from_a_run_without(subtests: pytest.Subtests) -> None:
     """With the kernel that offloading would choose, everything is the same arithmetic in the same order."""
 
-    def train(rank: int, world_size: int, run: Run) -> list[dict[str, Tensor]]:
-        return [train_sharded(rank, world_size, each)[0] for each in (run, run.with_options(cpu_offload=True))]
+    def train(rank: int, world_size: int, run: Run) -> None:
+        plain, offloaded = (
+            train_sharded(rank, world_size, run.with_options(cpu_offload=on))[0] for on in (False, True)
+        )
+        check_close(plain, [offloaded], 0.0)
 
     run = Run(micro_batches=2, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True))
+    run = run.with_options(reduce_bucket_size=50)
     runs = {
         "bf16 communicated": run.with_options(partition_grad=True, communication_dtype=torch.bfloat16),
         "bf16 without masters": replace(run, dtype=torch.bfloat16).with_options(master_weights=False),
         "fp64, clipped": replace(run, dtype=torch.float64, clip=0.3).with_options(overlap_allgather=True),
     }
-    runs = {name: each.with_options(reduce_bucket_size=50) for name, each in runs.items()}
     for name, _, ran in trained(runs, train):
         with subtests.test(name):
-            for plain, offloaded in ran.values():
-                check_close(plain, [plain, offloaded], 0.0)
+            ran.values()
 
 
 @on_ranks(2)
@@ -67,8 +68,10 @@ def test_masters_are_copies_and_gradients_arrive_beside_them(rank: int) -> None:
     assert held.masters == sum(master.numel() * 4 for master in masters.values())
 
 
-def test_the_norm_that_clips_is_that_of_edited_gradients() -> None:
-    def train(rank: int, world_size: int, offload: bool) -> list[Tensor]:
+@on_ranks(2)
+def test_the_norm_that_clips_is_that_of_edited_gradients(rank: int) -> None:
+    ended = []
+    for offload in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -78,27 +81,20 @@ def test_the_norm_that_clips_is_that_of_edited_gradients() -> None:
             assert p.grad is not None
             p.grad.add_(p, alpha=5.0)
         optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    plain, offloaded = (run_ranks(train, 2, offload)[0] for offload in (False, True))
-    torch.testing.assert_close(offloaded, plain)
+        ended.append([*model.parameters()])
+    torch.testing.assert_close(*ended)
 
 
-def test_a_norm_of_inf_clips_as_it_does_on_the_device() -> None:
+@on_ranks(2, [False, True])
+def test_a_norm_of_inf_clips_as_it_does_on_the_device(rank: int, offload: bool) -> None:
     """Torch multiplies by 0 then: what was inf becomes NaN, and all other gradients are 0."""
-
-    def train(rank: int, world_size: int, offload: bool) -> Tensor:
-        p = nn.Parameter(torch.ones(4))
-        inner = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
-        optimizer = LowLevelZeroOptimizer(inner, cpu_offload=offload, clip_grad_norm=1.0)
-        optimizer.backward((p * torch.tensor([1.0, 1.0, torch.inf, 1.0])).sum())
-        optimizer.step()
-        return p.detach()
-
-    for offload in (False, True):
-        for p in run_ranks(train, 2, offload, timeout=30):
-            assert p.isnan().tolist() == [False, False, True, False]
-            assert p[[0, 1, 3]].tolist() == [1.0, 1.0, 1.0]
+    p = nn.Parameter(torch.ones(4))
+    inner = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
+    optimizer = LowLevelZeroOptimizer(inner, cpu_offload=offload, clip_grad_norm=1.0)
+    optimizer.backward((p * torch.tensor([1.0, 1.0, torch.inf, 1.0])).sum())
+    optimizer.step()
+    assert p.isnan().tolist() == [False, False, True, False]
+    assert p[[0, 1, 3]].tolist() == [1.0, 1.0, 1.0]
 
 
 # ---- the two sides ----
@@ -112,20 +108,16 @@ def on_two_devices(monkeypatch: pytest.MonkeyPatch, mode: TwoDevices) -> None:
     monkeypatch.setattr(ShardedParameter, "row_for_master", mode.crossing(HOST, ShardedParameter.row_for_master))
 
 
-def test_no_operation_mixes_tensors_of_two_devices(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, dtype: torch.dtype, stage: str) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            mode = TwoDevices()
-            on_two_devices(patch, mode)
-            run = Run(dtype=dtype).with_options(**STAGES[stage], **OFFLOADED, clip_grad_norm=0.3)
-            train_on_two_devices(rank, run, mode)
+CASES = zip((torch.float32, torch.bfloat16, torch.float16), ("stage1", "stage2", "stage1"), strict=True)
 
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    for (dtype, stage), ran in run_cases(
-        work, 2, zip(dtypes, ("stage1", "stage2", "stage1"), strict=True), one_group=True
-    ):
-        with subtests.test(dtype=dtype, stage=stage):
-            ran.values()
+
+@on_ranks(2, CASES)
+def test_no_operation_mixes_tensors_of_two_devices(rank: int, dtype: torch.dtype, stage: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        mode = TwoDevices()
+        on_two_devices(patch, mode)
+        run = Run(dtype=dtype).with_options(**STAGES[stage], **OFFLOADED, clip_grad_norm=0.3)
+        train_on_two_devices(rank, run, mode)
 
 
 def train_on_two_devices(rank: int, run: Run, mode: TwoDevices) -> None:
@@ -169,8 +161,10 @@ def test_a_mixing_operation_would_be_seen() -> None:
 # ---- what callers see ----
 
 
-def test_state_made_before_wrapping_moves_with_its_slices() -> None:
-    def train(rank: int, offload: bool) -> list[Tensor]:
+@on_ranks(2)
+def test_state_made_before_wrapping_moves_with_its_slices(rank: int) -> None:
+    ended = []
+    for offload in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(3, 3)
         inner = adamw(model.parameters())
@@ -180,12 +174,8 @@ def test_state_made_before_wrapping_moves_with_its_slices() -> None:
         optimizer = LowLevelZeroOptimizer(inner, cpu_offload=offload)
         optimizer.backward(model(torch.ones(1, 3)).square().sum())
         optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    def work(rank: int, world_size: int) -> None:
-        torch.testing.assert_close(train(rank, True), train(rank, False), rtol=1e-6, atol=1e-7)
-
-    run_ranks(work, 2)
+        ended.append([*model.parameters()])
+    torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-7)
 
 
 # ---- which kernel ----
@@ -194,10 +184,9 @@ def test_state_made_before_wrapping_moves_with_its_slices() -> None:
 CHOICES: list[tuple[dict[str, Any], bool]] = [({}, True), ({"foreach": False}, False), ({"fused": False}, False)]
 
 
-@pytest.mark.parametrize(("settings", "fused"), CHOICES, ids=str)
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@on_ranks(1, [(kind, *choice) for kind in (torch.optim.Adam, torch.optim.AdamW) for choice in CHOICES])
 def test_adam_is_fused_where_its_user_left_that_open(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], fused: bool
+    rank: int, kind: Any, settings: dict[str, Any], fused: bool
 ) -> None:
     seen: list[bool] = []
     step_part = Stepper._step_part
@@ -206,26 +195,20 @@ def test_adam_is_fused_where_its_user_left_that_open(
         seen.extend(bool(group["fused"]) for group in self._optim.param_groups)
         step_part(self, part)
 
-    monkeypatch.setattr(Stepper, "_step_part", spy)
-
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(3, 3)
-        inner = kind(model.parameters(), lr=0.1, **settings)
-        before = [{**group, "params": None} for group in inner.param_groups]
-        optimizer = LowLevelZeroOptimizer(inner, cpu_offload=True)
-        optimizer.backward(model(torch.ones(1, 3)).sum())
+    model = nn.Linear(3, 3)
+    inner = kind(model.parameters(), lr=0.1, **settings)
+    before = [{**group, "params": None} for group in inner.param_groups]
+    optimizer = LowLevelZeroOptimizer(inner, cpu_offload=True)
+    optimizer.backward(model(torch.ones(1, 3)).sum())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stepper, "_step_part", spy)
         optimizer.step()
-        assert seen == [fused]
-        assert [{**group, "params": None} for group in inner.param_groups] == before
-
-    run_ranks(work, 1)
+    assert seen == [fused]
+    assert [{**group, "params": None} for group in inner.param_groups] == before
 
 
-def test_what_the_host_has_no_kernels_for_is_refused() -> None:
-    def work(rank: int, world_size: int) -> None:
-        model = nn.Linear(3, 3)
-        LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), capturable=True), cpu_offload=True)
-
-    for raised in run_ranks_expecting(work, 2):
-        assert raised.type == "ValueError"
-        assert "expected an optimizer that can step on the host, got capturable=True" in raised.message
+@on_ranks(2)
+def test_what_the_host_has_no_kernels_for_is_refused(rank: int) -> None:
+    inner = torch.optim.AdamW(nn.Linear(3, 3).parameters(), capturable=True)
+    with pytest.raises(ValueError, match="expected an optimizer that can step on the host, got capturable=True"):
+        LowLevelZeroOptimizer(inner, cpu_offload=True)

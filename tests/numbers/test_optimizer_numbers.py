@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.covering import covering
 from tests.support.judging import check_movement, check_norms, check_run, mistakes
@@ -18,7 +17,6 @@ from tests.support.numbers import (
     STAGES,
     adagrad,
     check_masters,
-    check_sixteen_bits,
     joined,
     masters_of,
     share_of,
@@ -31,7 +29,6 @@ from tests.support.oracle import (
     emulate,
     momentum,
     train_alone,
-    train_rank,
 )
 
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
@@ -129,27 +126,19 @@ def sixteen(world_size: int, dtype: str, stage: str, way: str) -> Run:
 
 def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
     cases = covering((2, 3), SIXTEEN, STAGES, SIXTEEN_WAYS)
-    for name, run, ran in trained({label(case): sixteen(*case) for case in cases}, masters_of):
+    runs = {label(case): sixteen(*case) for case in cases}
+    # Steps far below the last bit of bf16 add up.
+    runs["small steps"] = Run(dtype=torch.bfloat16, optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-5))
+    for name, run, ran in trained(runs, masters_of):
         with subtests.test(name):
             check_masters(run, ran.values(), share_of(run.dtype, run.world_size))
 
 
-def test_masters_keep_what_sixteen_bits_cannot() -> None:
-    """Steps far below the last bit of bf16 add up."""
-
-    run = Run(dtype=torch.bfloat16, optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-5))
-    check_sixteen_bits(run, share_of(run.dtype, 2))
-
-
 def test_without_masters(subtests: pytest.Subtests) -> None:
-    def of(world_size: int, stage: str) -> Run:
-        run = Run(world_size=world_size, dtype=torch.bfloat16)
-        return run.with_options(**STAGES[stage], master_weights=False)
-
-    cases = [(2, "stage1"), (3, "stage2")]
-    for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
+    run = Run(dtype=torch.bfloat16).with_options(master_weights=False)
+    for name, each, ran in trained(on_two_and_three(run), masters_of):
         with subtests.test(name):
-            expected, norms = emulate(run)
+            expected, norms = emulate(each)
             ranks = ran.values()
             for slices, _, _ in ranks:
                 assert {own.dtype for own in slices.values()} == {torch.bfloat16}
@@ -160,26 +149,24 @@ def test_without_masters(subtests: pytest.Subtests) -> None:
             check_norms(norms, [norms for _, _, norms in ranks], 2e-2)
 
 
+def on_two_and_three(run: Run) -> dict[str, Run]:
+    """The run on two ranks in stage 1, and on three in stage 2."""
+    return {f"stage {stage}": replace(run, world_size=stage + 1).with_options(stage=stage) for stage in (1, 2)}
+
+
 # Wires of another dtype
 
 
 def test_fp32_wire_for_a_bf16_model_rounds_no_sum(subtests: pytest.Subtests) -> None:
-    def of(world_size: int, stage: str) -> Run:
-        run = Run(world_size=world_size, dtype=torch.bfloat16, micro_batches=3)
-        return run.with_options(**STAGES[stage], communication_dtype=torch.float32)
-
-    cases = [(2, "stage1"), (3, "stage2")]
-    for name, run, ran in trained({label(case): of(*case) for case in cases}, masters_of):
+    run = Run(dtype=torch.bfloat16, micro_batches=3).with_options(communication_dtype=torch.float32)
+    for name, each, ran in trained(on_two_and_three(run), masters_of):
         with subtests.test(name):
-            check_masters(run, ran.values(), 1e-6)
+            check_masters(each, ran.values(), 1e-6)
 
 
 def test_sixteen_bit_wire_for_an_fp32_model(subtests: pytest.Subtests) -> None:
-    wires = [("stage1", torch.float16), ("stage2", torch.bfloat16)]
-    runs = {
-        f"{stage}, {wire}": Run(world_size=3).with_options(**STAGES[stage], communication_dtype=wire)
-        for stage, wire in wires
-    }
+    wires = [(1, torch.float16), (2, torch.bfloat16)]
+    runs = {str(wire): Run(world_size=3).with_options(stage=stage, communication_dtype=wire) for stage, wire in wires}
     for name, run, ran in trained(runs, masters_of):
         with subtests.test(name):
             expected, norms = emulate(run)
@@ -196,26 +183,13 @@ def test_sixteen_bit_wire_for_an_fp32_model(subtests: pytest.Subtests) -> None:
 
 
 def test_fp64_stays_fp64(subtests: pytest.Subtests) -> None:
-    def of(world_size: int, stage: str, clip: float) -> Run:
-        run = Run(world_size=world_size, dtype=torch.float64, micro_batches=3, clip=clip)
-        return run.with_options(**STAGES[stage])
-
-    cases = [(2, "stage1", 0.0), (3, "stage2", 0.3)]
-    for name, run, ran in trained({label(case): of(*case) for case in cases}, train_rank_numbers):
+    for name, run, ran in trained(on_two_and_three(Run(dtype=torch.float64, micro_batches=3, clip=0.3)), masters_of):
         with subtests.test(name):
             expected, norms = train_alone(run)
-            for parameters, masters, own in ran.values():
+            for masters, parameters, own in ran.values():
                 assert {slice_.dtype for slice_ in masters.values()} == {torch.float64}
                 assert own == pytest.approx(norms, rel=1e-12)
-                for key, value in expected.items():
-                    torch.testing.assert_close(parameters[key], value, rtol=0, atol=1e-13, msg=key)
-
-
-def train_rank_numbers(
-    rank: int, world_size: int, run: Run
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    trained = train_rank(rank, world_size, run)
-    return {name: p.detach() for name, p in trained.model.named_parameters()}, trained.masters(), trained.norms
+                check_close(expected, [parameters], 1e-13)
 
 
 def test_the_emulation_is_plain_torch_for_fp32() -> None:

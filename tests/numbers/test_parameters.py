@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -76,42 +75,31 @@ class Kinds(nn.Module):
         return total
 
 
-def train_kinds_alone(world_size: int) -> Parameters:
-    model = Kinds()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(3):
-        torch.stack([model(step, rank) for rank in range(world_size)]).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return parameters_of(model)
-
-
-def train_kinds(rank: int, world_size: int, stage: str, bucket: int) -> tuple[Parameters, dict[str, set[Any]]]:
-    model = Kinds()
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = LowLevelZeroOptimizer(inner, model=model, reduce_bucket_size=bucket, **STAGES[stage])
-    strides: dict[str, set[Any]] = {name: {p.stride()} for name, p in model.named_parameters()}
-    for step in range(3):
-        optimizer.backward(model(step, rank))
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, p in model.named_parameters():
-            strides[name].add(p.stride())
-    return parameters_of(model), strides
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 @pytest.mark.parametrize(("world_size", "bucket"), [(1, 40), (2, 2**20), (3, 1), (4, 40)])
 def test_every_kind_trains_and_keeps_its_strides(world_size: int, bucket: int, subtests: pytest.Subtests) -> None:
-    alone = train_kinds_alone(world_size)
-    cases = [(stage, bucket) for stage in STAGES]
-    for (stage, _), ran in run_cases(train_kinds, world_size, cases, one_group=True):
+    def train(rank: int, world_size: int, stage: str) -> None:
+        model, alone = Kinds(), Kinds()
+        of_alone = sgd(alone)
+        optimizer = LowLevelZeroOptimizer(sgd(model), model=model, reduce_bucket_size=bucket, **STAGES[stage])
+        for step in range(4):
+            for kind, p in model.named_parameters():
+                kept = KINDS[kind]().stride() if kind in DENSE else torch.empty(KINDS[kind]().shape).stride()
+                assert p.stride() == kept, kind
+            optimizer.backward(model(step, rank))
+            torch.stack([alone(step, each) for each in range(world_size)]).mean().backward()
+            for each in (optimizer, of_alone):
+                each.step()
+                each.zero_grad()
+        check_close(parameters_of(alone), [parameters_of(model)], 2e-6)
+        optimizer.verify()
+
+    for (stage,), ran in run_cases(train, world_size, [(stage,) for stage in STAGES], one_group=True):
         with subtests.test(stage=stage):
-            ranks = ran.values()
-            check_close(alone, [parameters for parameters, _ in ranks], 2e-6)
-            for _, strides in ranks:
-                for kind, seen in strides.items():
-                    kept = KINDS[kind]().stride() if kind in DENSE else torch.empty(KINDS[kind]().shape).stride()
-                    assert seen == {kept}, kind
+            ran.values()
 
 
 @on_ranks(2)
@@ -136,40 +124,26 @@ def test_maps_tell_slices_and_padding(rank: int) -> None:
     ] == [("zero_d", 1, 2, True), ("five", 2, 1, True), ("twelve", 4, 0, True)]
 
 
-# Storage
-
-
 # Of which some is frozen
 
 
-def test_frozen_parameters_cost_neither_state_nor_traffic(subtests: pytest.Subtests) -> None:
-    def half_frozen() -> nn.Sequential:
+@on_ranks(2, STAGES)
+def test_frozen_parameters_cost_neither_state_nor_traffic(rank: int, stage: str) -> None:
+    traffic = []
+    for held in (lambda p: True, lambda p: p.requires_grad):
         model = net(width=50)
-        model[1].requires_grad_(False)
-        return model
-
-    def look(rank: int, world_size: int, stage: str) -> tuple[int, int, dict[str, int], dict[str, int]]:
-        """Slices and states of what is frozen, and bytes that a step sends, by what for: with it, and without."""
-        traffic = []
-        for held in (lambda p: True, lambda p: p.requires_grad):
-            model = half_frozen()
-            frozen = parameters_of(model[1])
-            inner = torch.optim.AdamW([p for p in model.parameters() if held(p)])
-            optimizer = LowLevelZeroOptimizer(inner, model=model, **STAGES[stage])
-            optimizer.backward(model(torch.ones(2, 50)).square().mean())
-            optimizer.step()
-            traffic.append(traffic_of(optimizer))
-            assert all(torch.equal(frozen[name], p) for name, p in model[1].named_parameters())
-            slices = sum(id(p) in optimizer.get_working_to_master_map() for p in model[1].parameters())
-        return slices, len(optimizer.state), traffic[0], traffic[1]
-
-    trained = sum(p.numel() for p in half_frozen().parameters() if p.requires_grad)
-    for (stage,), ran in run_cases(look, 2, [(stage,) for stage in STAGES], one_group=True):
-        with subtests.test(stage):
-            for slices, states, traffic, least in ran.values():
-                assert (slices, states) == (0, 6)
-                assert traffic == least
-                assert 0 <= traffic["gather"] - 4 * trained // 2 <= 128  # by which a row may be padded
+        frozen = parameters_of(model[1].requires_grad_(False))
+        inner = torch.optim.AdamW([p for p in model.parameters() if held(p)])
+        optimizer = LowLevelZeroOptimizer(inner, model=model, **STAGES[stage])
+        optimizer.backward(model(torch.ones(2, 50)).square().mean())
+        optimizer.step()
+        traffic.append(traffic_of(optimizer))
+        assert all(torch.equal(frozen[name], p) for name, p in model[1].named_parameters())
+        assert not any(id(p) in optimizer.get_working_to_master_map() for p in model[1].parameters())
+        assert len(optimizer.state) == 6
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert traffic[0] == traffic[1]
+    assert 0 <= traffic[0]["gather"] - 4 * trained // 2 <= 128  # by which a row may be padded
 
 
 def test_trainable_parameters_of_nobody_are_left_alone() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.communication.shard_group import ShardGroup
-from tests.support.ranks import run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.scripts import (
     BOTH,
     Alone,
@@ -22,7 +20,9 @@ from tests.support.scripts import (
     check_each,
     loss_at,
     momentum,
+    net,
 )
+from tests.support.tower import sizes_of
 
 # Of a reentrant segment in another: the outer one's forward runs without gradients.
 nested_warns = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -88,82 +88,49 @@ def test_checkpointing_with_a_weight_shared_by_segments(subtests: pytest.Subtest
     check_each({kind: Case(SEGMENTS[kind], BOTH[way], 3) for kind, way in zip(SEGMENTS, BOTH, strict=True)}, subtests)
 
 
-def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on() -> None:
-    """What the tests above are about: without a further round its second gradient would have been lost."""
-
-    def count(rank: int, world_size: int) -> tuple[int, list[int]]:
-        model = Recomputed(reentrant=True, nested=False)
-        arrivals = 0
-
-        def arrive(p: Tensor) -> None:
-            nonlocal arrivals
-            arrivals += 1
-
-        model.shared.weight.register_post_accumulate_grad_hook(arrive)
-        optimizer = LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=1)
-        reductions = []
-        for step in range(3):
-            with counted("all_reduce") as calls:
-                optimizer.backward(loss_at(model, step)(rank))
-                optimizer.step()
-            reductions.append(len(calls))
-            optimizer.zero_grad()
-        return arrivals, reductions
-
-    for arrivals, (first, *later) in run_ranks(count, 2):
-        assert arrivals == 2 * 3
-        assert later[0] == later[1] < first
+@on_ranks(2)
+def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on(rank: int) -> None:
+    """Without a further round its second gradient would have been lost."""
+    model = Recomputed(reentrant=True, nested=False)
+    arrivals: list[Tensor] = []
+    model.shared.weight.register_post_accumulate_grad_hook(arrivals.append)
+    optimizer = LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=1)
+    reductions = []
+    for step in range(3):
+        with sizes_of("all_reduce") as sizes:
+            optimizer.backward(loss_at(model, step)(rank))
+            optimizer.step()
+        reductions.append(len(sizes))
+        optimizer.zero_grad()
+    first, *later = reductions
+    assert len(arrivals) == 2 * 3
+    assert later[0] == later[1] < first
 
 
-@contextmanager
-def counted(name: str) -> Iterator[list[int]]:
-    """The sizes of the wires that go through one of the group's collectives."""
-    calls: list[int] = []
-    collective = getattr(ShardGroup, name)
-
-    def counting(group: ShardGroup, wire: Tensor, *how: Any) -> Any:
-        calls.append(wire.numel())
-        return collective(group, wire, *how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardGroup, name, counting)
-        yield calls
+def backward(model: Any, x: Tensor, shared: bool) -> None:
+    x = x.clone().requires_grad_()
+    loss = checkpoint(model, x, use_reentrant=True).square().mean()
+    if shared:
+        loss = loss + checkpoint(model[0], x, use_reentrant=True).mean()
+    loss.backward()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("micro_batches", "shared"), [(2, False), (1, True)])
+@on_ranks(2, [(2, False, 1), (1, True, 2)])
 def test_plain_backwards_that_nest_others_end_with_sharded_gradients(
-    micro_batches: int, shared: bool, stage: int
+    rank: int, micro_batches: int, shared: bool, stage: int
 ) -> None:
     """All gradients come in nested backwards; torch's clipping then reads the norm of the sum."""
-
-    def net() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-    def backward(model: Any, x: Tensor) -> None:
-        x = x.clone().requires_grad_()
-        loss = checkpoint(model, x, use_reentrant=True).square().mean()
-        if shared:
-            loss = loss + checkpoint(model[0], x, use_reentrant=True).mean()
-        loss.backward()
-
-    def train(rank: int, world_size: int) -> float:
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
-        model, alone = net(), net()
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
-        of_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
-        for _ in range(3):
-            for _ in range(micro_batches):
-                backward(model, x[3 * rank :][:3])
-                backward(alone, x)
-            norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.4) for each in (model, alone)]
-            torch.testing.assert_close(*norms)
-            for each in (optimizer, of_alone):
-                each.step()
-                each.zero_grad()
-        return max(
-            (own - other).abs().max().item() for own, other in zip(model.parameters(), alone.parameters(), strict=True)
-        )
-
-    assert max(run_ranks(train, 2, timeout=30)) < 1e-6
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
+    model, alone = net(layers=2), net(layers=2)
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    of_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(micro_batches):
+            backward(model, x[3 * rank :][:3], shared)
+            backward(alone, x, shared)
+        norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.4) for each in (model, alone)]
+        torch.testing.assert_close(*norms)
+        for each in (optimizer, of_alone):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close([*model.parameters()], [*alone.parameters()], rtol=0, atol=1e-6)

@@ -12,10 +12,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.bucket_store import pack
 from tests.support.on_ranks import on_ranks
 from tests.support.options import grouped
-from tests.support.ranks import run_ranks, run_ranks_expecting
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
-over_stages = pytest.mark.parametrize("stage", STAGES)
 
 
 SIZE = 128
@@ -33,66 +31,54 @@ class Slope(nn.Module):
         return ((self.one.view(-1) + self.other.view(-1)) * slope).sum()
 
 
-def gradients_of(rank: int, slope: Any, dtype: torch.dtype, **options: Any) -> tuple[list[Tensor | None], bool]:
+def gradients_of(slope: Tensor, **options: Any) -> tuple[list[Any], bool]:
     """The whole averaged gradients, and whether a step was taken."""
-    model = Slope(dtype)
+    model = Slope(slope.dtype)
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = LowLevelZeroOptimizer(sgd, model=model, initial_scale=1, **grouped(options))
-    optimizer.backward(model(slope(rank)))
+    optimizer.backward(model(slope))
     gradients = [optimizer.get_param_grad(p) for p in model.parameters()]
     optimizer.step()
     return gradients, bool(model.one.detach().ne(0).any())
 
 
-@pytest.mark.parametrize("bucket", [1, 2**20], ids=["in place", "packed"])
-@over_stages
-def test_a_factor_keeps_fp16_sums_finite(stage: str, bucket: int) -> None:
-    def both(rank: int, world_size: int) -> list[Any]:
-        options = {"reduce_bucket_size": bucket, **STAGES[stage]}
-        slope = lambda rank: torch.full((SIZE,), 40_000.0, dtype=torch.float16)  # noqa: E731
-        return [
-            gradients_of(rank, slope, torch.float16, gradient_predivide_factor=factor, **options) for factor in (1, 2)
-        ]
-
-    for (overflown, stepped), (whole, stepped_with) in run_ranks(both, 2):
-        assert all(gradient is not None and gradient.isinf().all() for gradient in overflown)
-        assert not stepped
-        assert all(gradient is not None and gradient.eq(40_000).all() for gradient in whole)
-        assert stepped_with
+WAYS = [("stage 1", 1), ("stage 2", 2**20), ("stage 2", 1), ("stage 1", 2**20)]  # in place, and packed
 
 
-@over_stages
-def test_gradients_are_divided_before_the_wire_narrows_them(stage: str) -> None:
-    def both(rank: int, world_size: int) -> list[Any]:
-        options = {"communication_dtype": torch.float16, **STAGES[stage]}
-        slope = lambda rank: torch.full((SIZE,), 70_000.0)  # noqa: E731
-        return [
-            gradients_of(rank, slope, torch.float32, gradient_predivide_factor=factor, **options)[0]
-            for factor in (1, 4)
-        ]
-
-    for overflown, whole in run_ranks(both, 2):
-        assert all(gradient.isinf().all() for gradient in overflown)
-        assert all(gradient.sub(70_000).abs().max() < 70_000 / 2**11 for gradient in whole)
+@on_ranks(2, WAYS)
+def test_a_factor_keeps_fp16_sums_finite(rank: int, stage: str, bucket: int) -> None:
+    slope = torch.full((SIZE,), 40_000.0, dtype=torch.float16)
+    options = {"reduce_bucket_size": bucket, **STAGES[stage]}
+    overflown, stepped = gradients_of(slope, **options)
+    assert all(gradient is not None and gradient.isinf().all() for gradient in overflown)
+    assert not stepped
+    whole, stepped = gradients_of(slope, gradient_predivide_factor=2, **options)
+    assert all(gradient is not None and gradient.eq(40_000).all() for gradient in whole)
+    assert stepped
 
 
-@pytest.mark.parametrize("bucket", [1, 2**20], ids=["in place", "packed"])
-@over_stages
-def test_sums_are_of_quotients_in_the_wire_s_dtype(stage: str, bucket: int) -> None:
+@on_ranks(2, STAGES)
+def test_gradients_are_divided_before_the_wire_narrows_them(rank: int, stage: str) -> None:
+    options = {"communication_dtype": torch.float16, **STAGES[stage]}
+    slope = torch.full((SIZE,), 70_000.0)
+    overflown, whole = (gradients_of(slope, gradient_predivide_factor=factor, **options)[0] for factor in (1, 4))
+    assert all(gradient.isinf().all() for gradient in overflown)
+    assert all(gradient.sub(70_000).abs().max() < 70_000 / 2**11 for gradient in whole)
+
+
+def slope_of(rank: int) -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+@on_ranks(2, WAYS)
+def test_sums_are_of_quotients_in_the_wire_s_dtype(rank: int, stage: str, bucket: int) -> None:
     """Two gradients that share memory: neither is divided twice."""
-
-    def slope(rank: int) -> Tensor:
-        return torch.randn(SIZE, generator=torch.Generator().manual_seed(rank)).bfloat16()
-
-    def train(rank: int, world_size: int) -> Any:
-        options = {"gradient_predivide_factor": 3, "reduce_bucket_size": bucket, **STAGES[stage]}
-        return gradients_of(rank, slope, torch.bfloat16, **options)[0]
-
-    total = (slope(0) / 3) + (slope(1) / 3)
+    total = (slope_of(0) / 3) + (slope_of(1) / 3)
     expected = (total.float() * (3 / 2)).bfloat16()
-    assert not torch.equal(expected, (slope(0).float() / 2 + slope(1).float() / 2).bfloat16())
-    for gradients in run_ranks(train, 2):
-        assert all(torch.equal(gradient, expected) for gradient in gradients)
+    assert not torch.equal(expected, (slope_of(0).float() / 2 + slope_of(1).float() / 2).bfloat16())
+    options = {"gradient_predivide_factor": 3, "reduce_bucket_size": bucket, **STAGES[stage]}
+    gradients, _ = gradients_of(slope_of(rank), **options)
+    assert all(torch.equal(gradient, expected) for gradient in gradients)
 
 
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16], ids=str)
@@ -109,26 +95,23 @@ def test_packing_divides_and_leaves_gradients_as_they_are(numels: list[int], to:
     assert all(map(torch.equal, flats, kept))
 
 
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"gradient_predivide_factor": 0}, "ValueError", "gradient_predivide_factor: expected a finite number above 0"),
-    ({"gradient_predivide_factor": -2.0}, "ValueError", "got -2.0"),
-    ({"gradient_predivide_factor": float("nan")}, "ValueError", "got nan"),
-    ({"gradient_predivide_factor": "2"}, "TypeError", "gradient_predivide_factor: expected a finite number above 0"),
-    ({"gradient_predivide_factor": True}, "TypeError", "got bool"),
-    ({"reduction": "average"}, "ValueError", "reduction: expected 'mean' or 'sum' over the ranks, got 'average'"),
-    ({"reduction": None}, "TypeError", "got NoneType None"),
+FACTOR = "gradient_predivide_factor: expected a finite number above 0"
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"gradient_predivide_factor": 0}, ValueError, FACTOR),
+    ({"gradient_predivide_factor": -2.0}, ValueError, "got -2.0"),
+    ({"gradient_predivide_factor": float("nan")}, ValueError, "got nan"),
+    ({"gradient_predivide_factor": "2"}, TypeError, FACTOR),
+    ({"gradient_predivide_factor": True}, TypeError, "got bool"),
+    ({"reduction": "average"}, ValueError, "reduction: expected 'mean' or 'sum' over the ranks, got 'average'"),
+    ({"reduction": None}, TypeError, "got NoneType None"),
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), BAD)
-def test_bad_options_are_refused(options: dict[str, Any], kind: str, message: str) -> None:
-    def construct(rank: int, world_size: int) -> None:
-        model = nn.Linear(2, 2)
+@on_ranks(1, BAD)
+def test_bad_options_are_refused(rank: int, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(kind, match=message):
         LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **grouped(options))
-
-    (error,) = run_ranks_expecting(construct, 1)
-    assert error.type == kind
-    assert message in error.message
 
 
 @on_ranks(2)

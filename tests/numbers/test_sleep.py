@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -18,10 +18,8 @@ from lowlevel_zero import LowLevelZeroOptimizer, optimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.offload import sleep
 from lowlevel_zero.streams import Streams
-from tests.support.numbers import STAGES
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Run, adamw, build, groups, loss_of, momentum
-from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
 from tests.support.two_devices import DEVICE, HOST, TwoDevices
 
 
@@ -124,23 +122,19 @@ def trained(rank: int, world_size: int, run: Run, sleeps: bool) -> dict[str, Ten
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_no_call_and_no_number_tells_that_states_have_slept(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, name: str, run: Run) -> None:
-        woken, never = (trained(rank, world_size, run, sleeps) for sleeps in (True, False))
-        assert all(torch.equal(woken[name], never[name]) for name in never)
+OF_BF16 = Run(2, steps=len(WAKING) + 1, dtype=torch.bfloat16, optimizer=adamw, options={"reduce_bucket_size": 50})
+OF_FP16 = replace(OF_BF16, dtype=torch.float16, optimizer=momentum).with_options(initial_scale=64.0)
+RUNS = {
+    "stage 1, by elements": OF_BF16.with_options(split="elements"),
+    "stage 2, by parameters": OF_BF16.with_options(stage=2, split="parameters"),
+    "fp16": OF_FP16.with_options(stage=2, overlap_allgather=True),
+}
 
-    common = Run(2, steps=len(WAKING) + 1, dtype=torch.bfloat16, optimizer=adamw, options={"reduce_bucket_size": 50})
-    runs = {
-        f"{stage}, by {split}": common.with_options(**chosen, split=split)
-        for stage, chosen in STAGES.items()
-        for split in ("elements", "parameters")
-    }
-    runs["fp16"] = Run(2, steps=len(WAKING) + 1, dtype=torch.float16, optimizer=momentum).with_options(
-        stage=2, initial_scale=64.0, overlap_allgather=True
-    )
-    for (name, _), ran in run_cases(work, 2, list(runs.items())):
-        with subtests.test(name):
-            ran.values()
+
+@on_ranks(2, RUNS)
+def test_no_call_and_no_number_tells_that_states_have_slept(rank: int, name: str) -> None:
+    woken, never = (trained(rank, 2, RUNS[name], sleeps) for sleeps in (True, False))
+    assert all(torch.equal(woken[name], never[name]) for name in never)
 
 
 def a_linear(mode: TwoDevices, **options: Any) -> tuple[nn.Module, LowLevelZeroOptimizer]:
@@ -154,7 +148,7 @@ def a_linear(mode: TwoDevices, **options: Any) -> tuple[nn.Module, LowLevelZeroO
     return model, zero
 
 
-@on_ranks(2, [(kind,) for kind in sleep.KINDS])
+@on_ranks(2, sleep.KINDS)
 def test_what_is_included_alone_sleeps(rank: int, kind: str) -> None:
     with two_devices() as mode:
         _, zero = a_linear(mode)
@@ -231,40 +225,35 @@ def test_a_checkpoint_is_saved_asleep_as_awake_and_loading_wakes(rank: int, tmp_
         assert all(map(torch.equal, *after))
 
 
-@on_ranks(2, [(True,), (False,)])
-def test_on_the_host_there_is_nothing_to_move_and_a_line_tells_that(rank: int, offload: bool) -> None:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lowlevel_zero").addHandler(handler)
-    logging.getLogger("lowlevel_zero").setLevel(logging.INFO)
+@on_ranks(2, [True, False])
+def test_on_the_host_there_is_nothing_to_move_and_a_line_tells_that(
+    rank: int, offload: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lowlevel_zero")
     with two_devices() if offload else nullcontext(TwoDevices()) as mode:
         _, zero = a_linear(mode, cpu_offload=offload)
         assert zero.offload_states() == 0
-    assert "offload_states: what is to be offloaded is on the host already" in told
+    assert "offload_states: what is to be offloaded is on the host already" in caplog.messages
 
 
-def test_a_move_that_fails_leaves_everything_as_it_was() -> None:
-    def work(rank: int, world_size: int) -> None:
-        with two_devices() as mode:
-            _, zero = a_linear(mode)
-            before = sides(zero, mode)
-            with pytest.MonkeyPatch.context() as patch:
-                move, moved = sleep._move, []
+@on_ranks(2)
+def test_a_move_that_fails_leaves_everything_as_it_was(rank: int) -> None:
+    with two_devices() as mode:
+        _, zero = a_linear(mode)
+        before, move, moved = sides(zero, mode), sleep._move, []
 
-                def fails_late(members: Any, device: torch.device, *args: Any) -> int:
-                    moved.append(device)
-                    if len(moved) == 3:
-                        raise MemoryError("no pinned memory")
-                    return move(members, device, *args)
+        def fails_late(members: Any, device: torch.device, *args: Any) -> int:
+            moved.append(device)
+            if len(moved) == 3:
+                raise MemoryError("no pinned memory")
+            return move(members, device, *args)
 
-                patch.setattr(sleep, "_move", fails_late)
-                with pytest.raises(MemoryError, match="no pinned memory"):
-                    zero.offload_states()
-            assert sides(zero, mode) == before
-            zero.step()
-
-    run_ranks(work, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sleep, "_move", fails_late)
+            with pytest.raises(MemoryError, match="no pinned memory"):
+                zero.offload_states()
+        assert sides(zero, mode) == before
+        zero.step()
 
 
 MISUSE: dict[str, tuple[Callable[[LowLevelZeroOptimizer, int], Any], str]] = {
@@ -284,18 +273,12 @@ MISUSE: dict[str, tuple[Callable[[LowLevelZeroOptimizer, int], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_refused_and_changes_nothing(case: str) -> None:
+@on_ranks(2, MISUSE, one_group=False)
+def test_misuse_is_refused_and_changes_nothing(rank: int, case: str) -> None:
     act, message = MISUSE[case]
-
-    def work(rank: int, world_size: int) -> None:
-        with two_devices() as mode:
-            _, zero = a_linear(mode)
-            before = sides(zero, mode)
-            try:
-                act(zero, rank)
-            finally:
-                assert sides(zero, mode) == before
-
-    for error in run_ranks_expecting(work, 2):
-        assert re.search(message, error.message), error.message
+    with two_devices() as mode:
+        _, zero = a_linear(mode)
+        before = sides(zero, mode)
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+            act(zero, rank)
+        assert sides(zero, mode) == before

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Run, build, check_close, groups, loss_of, train_rank
-from tests.support.ranks import run_cases, run_ranks
 from tests.support.scripts import (
     STAGES,
     Alone,
@@ -27,21 +27,18 @@ from tests.support.scripts import (
 )
 
 
-def test_ranks_start_from_rank_zero_s_parameters_and_buffers() -> None:
-    def wrap(rank: int, world_size: int) -> dict[str, Tensor]:
-        torch.manual_seed(rank)
+@on_ranks(3)
+def test_ranks_start_from_rank_zero_s_parameters_and_buffers(rank: int) -> None:
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).requires_grad_(False))
-        model(torch.randn(8, 3))  # moves the statistics
-        for _ in range(rank):
-            model(torch.randn(8, 3))
-        LowLevelZeroOptimizer(adamw(model), model=model)
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for _ in range(seed + 1):
+            model(torch.randn(8, 3))  # moves the statistics
+        return model
 
-    ranks = run_ranks(wrap, 3)
-    assert ranks[0]["1.num_batches_tracked"] == 1
-    torch.manual_seed(0)
-    assert torch.equal(ranks[0]["0.weight"], nn.Linear(3, 4).weight)
-    check_close(ranks[0], ranks, 0.0)
+    model, first = made(rank), made(0)
+    LowLevelZeroOptimizer(adamw(model), model=model)
+    check_close(first.state_dict(), [model.state_dict()], 0.0)
 
 
 # State from before
@@ -90,27 +87,15 @@ def test_an_optimizer_that_has_trained_goes_on_from_rank_zero_s_state(subtests: 
 # Forced dtypes
 
 
-def test_a_forced_dtype_is_as_if_the_model_had_it(subtests: pytest.Subtests) -> None:
-    def run_of(stage: str, dtype: torch.dtype) -> Run:
-        run = Run(steps=3, dtype=dtype, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05))
-        return run.with_options(initial_scale=256.0, **STAGES[stage])
-
-    def train(rank: int, world_size: int, stage: str, dtype: torch.dtype) -> Any:
-        """The dtypes and values of a model that is forced, and the values of one that has the dtype from the start."""
-        run, model = run_of(stage, dtype), build(Run())
-        optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, forced_dtype=dtype, **run.options)
-        for step in range(3):
-            optimizer.backward(loss_of(model, run, step, 0, rank))
-            optimizer.step()
-            optimizer.zero_grad()
-        return (
-            {p.dtype for p in model.parameters()},
-            parameters_of(model),
-            parameters_of(train_rank(rank, world_size, run).model),
-        )
-
-    for (stage, dtype), ran in run_cases(train, 2, product(STAGES, (torch.bfloat16, torch.float16)), one_group=True):
-        with subtests.test(stage=stage, dtype=dtype):
-            ranks = ran.values()
-            assert [dtypes for dtypes, _, _ in ranks] == [{dtype}] * 2
-            check_close(ranks[0][2], [parameters for _, parameters, _ in ranks], 0.0)
+@on_ranks(2, product(STAGES, (torch.bfloat16, torch.float16)))
+def test_a_forced_dtype_is_as_if_the_model_had_it(rank: int, stage: str, dtype: torch.dtype) -> None:
+    run = Run(steps=3, dtype=dtype, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05))
+    run = run.with_options(initial_scale=256.0, **STAGES[stage])
+    model = build(Run())
+    optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, forced_dtype=dtype, **run.options)
+    for step in range(3):
+        optimizer.backward(loss_of(model, run, step, 0, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    check_close(parameters_of(train_rank(rank, 2, run).model), [parameters_of(model)], 0.0)

@@ -17,7 +17,6 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.stepper import steps_in_parts
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import run_cases, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -84,26 +83,18 @@ def test_groups_are_whole_again_after_an_error(rank: int) -> None:
     assert all(one is other for one, other in zip(kept, members, strict=True))
 
 
-def test_a_part_is_stepped_with_the_param_groups_that_it_has_members_of() -> None:
+@on_ranks(2)
+def test_a_part_is_stepped_with_the_param_groups_that_it_has_members_of(rank: int) -> None:
     """A step of many small groups would else take each group's loop for each part."""
-
-    def work(rank: int, world_size: int) -> tuple[list[list[float]], int]:
-        model = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        groups = [{"params": list(layer.parameters()), "lr": 0.1 * (1 + at)} for at, layer in enumerate(model)]
-        optimizer = LowLevelZeroOptimizer(AdamW(groups), reduce_bucket_size=42, partition_grad=True)
-        rates: list[list[float]] = []
-        x = torch.ones(2, 6)
-        for at, layer in enumerate(model):
-            if at != 2:
-                x = layer(x)
-        optimizer.backward(x.sum())
-        with watching(lambda groups: rates.append([round(group["lr"], 1) for group in groups])):
-            optimizer.step()
-        return rates, len(optimizer.param_groups)
-
-    for rates, groups in run_ranks(work, 2):
-        assert sorted(rates) == [[0.1], [0.2], [0.4]]
-        assert groups == 4
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    groups = [{"params": list(layer.parameters()), "lr": 0.1 * (1 + at)} for at, layer in enumerate(model)]
+    optimizer = LowLevelZeroOptimizer(AdamW(groups), reduce_bucket_size=42, partition_grad=True)
+    rates: list[list[float]] = []
+    optimizer.backward(model[3](model[1](model[0](torch.ones(2, 6)))).sum())
+    with watching(lambda groups: rates.append([round(group["lr"], 1) for group in groups])):
+        optimizer.step()
+    assert sorted(rates) == [[0.1], [0.2], [0.4]]
+    assert len(optimizer.param_groups) == 4
 
 
 def test_only_what_torch_counts_by_parameter_is_stepped_in_parts() -> None:
@@ -130,41 +121,37 @@ def by_hand(groups: Any) -> Optimizer:
 DTYPES = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-3, torch.float16: 2e-3}  # with tolerances
 
 
-def test_a_fused_optimizer_scales_as_we_would(subtests: pytest.Subtests) -> None:
+def steps(
+    make: Callable[[Any], Optimizer], rank: int, dtype: torch.dtype, clip: float
+) -> tuple[list[Tensor], list[Tensor | None], float | None]:
+    """How far masters have gone, the last gradients, and their norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(dtype)
+    optimizer = LowLevelZeroOptimizer(
+        make(model.parameters()), reduce_bucket_size=50, partition_grad=True, clip_grad_norm=clip, initial_scale=64
+    )
+    masters = optimizer.get_working_to_master_map().values()
+    start = [master.detach().clone() for master in masters]
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        for _ in range(2):
+            optimizer.backward(model(torch.randn(2, 6, dtype=dtype)).float().square().mean())
+        optimizer.step()
+    gradients = [optimizer.get_param_grad(p) for p in model.parameters()]
+    ways = [master.detach() - before for master, before in zip(masters, start, strict=True)]
+    return ways, gradients, optimizer.get_grad_norm()
+
+
+@on_ranks(2, product(DTYPES, (0.0, 0.05)))
+def test_a_fused_optimizer_scales_as_we_would(rank: int, dtype: torch.dtype, clip: float) -> None:
     """A factor that only one of them takes shows in gradients and norms: Adam's steps hide it."""
-
-    def steps(
-        make: Callable[[Any], Optimizer], rank: int, dtype: torch.dtype, clip: float
-    ) -> tuple[list[Tensor], list[Tensor | None], float | None]:
-        """How far masters have gone, the last gradients, and their norm."""
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).to(dtype)
-        optimizer = LowLevelZeroOptimizer(
-            make(model.parameters()), reduce_bucket_size=50, partition_grad=True, clip_grad_norm=clip, initial_scale=64
-        )
-        masters = optimizer.get_working_to_master_map().values()
-        start = [master.detach().clone() for master in masters]
-        for step in range(3):
-            torch.manual_seed(10 * step + rank)
-            optimizer.zero_grad()
-            for _ in range(2):
-                optimizer.backward(model(torch.randn(2, 6, dtype=dtype)).float().square().mean())
-            optimizer.step()
-        gradients = [optimizer.get_param_grad(p) for p in model.parameters()]
-        ways = [master.detach() - before for master, before in zip(masters, start, strict=True)]
-        return ways, gradients, optimizer.get_grad_norm()
-
-    def work(rank: int, _size: int, dtype: torch.dtype, clip: float) -> None:
-        ours, our_gradients, our_norm = steps(fused, rank, dtype, clip)
-        expected, expected_gradients, expected_norm = steps(by_hand, rank, dtype, clip)
-        rel = DTYPES[dtype]
-        for got, exact in zip([*ours, *our_gradients], [*expected, *expected_gradients], strict=True):
-            assert (got - exact).norm() <= rel * exact.norm()
-        assert our_norm == pytest.approx(expected_norm, rel=rel)
-
-    for (dtype, clip), ran in run_cases(work, 2, product(DTYPES, (0.0, 0.05)), one_group=True):
-        with subtests.test(dtype=dtype, clip=clip):
-            ran.values()
+    ours, our_gradients, our_norm = steps(fused, rank, dtype, clip)
+    expected, expected_gradients, expected_norm = steps(by_hand, rank, dtype, clip)
+    rel = DTYPES[dtype]
+    for got, exact in zip([*ours, *our_gradients], [*expected, *expected_gradients], strict=True):
+        assert (got - exact).norm() <= rel * exact.norm()
+    assert our_norm == pytest.approx(expected_norm, rel=rel)
 
 
 @pytest.mark.parametrize("make", [fused, AdamW])

@@ -19,7 +19,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.layout import memory_held
 from tests.support.covering import covering
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_cases, run_ranks
 
 
 class Room(NamedTuple):
@@ -120,119 +120,118 @@ def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def trained_alone(parameters: Sequence[nn.Parameter], world_size: int, steps: int = 3) -> list[Tensor]:
+def copies_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """The same values, each in a storage of its own."""
+    return [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in parameters]
+
+
+def trained_alone(parameters: Sequence[nn.Parameter], world_size: int) -> list[Tensor]:
     """Plain torch, of copies."""
-    parameters = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in parameters]
+    parameters = copies_of(parameters)
     optimizer = sgd(parameters)
-    for step in range(steps):
+    for step in range(3):
         torch.stack([loss_of(parameters, step, rank) for rank in range(world_size)]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach() for p in parameters]
 
 
-def trained(parameters: Sequence[nn.Parameter], optimizer: LowLevelZeroOptimizer, rank: int, steps: int = 3) -> None:
-    for step in range(steps):
+def trained(parameters: Sequence[nn.Parameter], optimizer: LowLevelZeroOptimizer, rank: int) -> None:
+    for step in range(3):
         optimizer.backward(loss_of(parameters, step, rank))
         optimizer.step()
         optimizer.zero_grad()
 
 
+def check_close(parameters: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for p, exact in zip(parameters, expected, strict=True):
+        if p.dtype == exact.dtype != torch.bfloat16:
+            assert (p - exact).abs().max() <= 1e-5, "differs from plain torch"
+
+
 def check_room(make: Callable[[], Room], options: dict[str, Any], rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    parameters, _ = make()
-    expected = trained_alone(parameters, world_size)
-    torch.manual_seed(0)
-    copies = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in make().parameters]
+    first, _ = make()
+    expected, copies = trained_alone(first, world_size), copies_of(first)
     trained(copies, LowLevelZeroOptimizer(sgd(copies), **options), rank)
-
     torch.manual_seed(rank)
     parameters, beside = make()
     before = [tensor.clone() for tensor in beside]
-    optimizer = LowLevelZeroOptimizer(sgd(parameters), **options)
-    trained(parameters, optimizer, rank)
-    for p, copied, exact in zip(parameters, copies, expected, strict=True):
-        assert torch.equal(p, copied), "differs from a parameter with a storage of its own"
-        if p.dtype == exact.dtype != torch.bfloat16:
-            assert (p - exact).abs().max() <= 1e-5, "differs from plain torch"
-    for tensor, value in zip(beside, before, strict=True):
-        assert torch.equal(tensor, value), "something was written beside the parameters"
+    trained(parameters, LowLevelZeroOptimizer(sgd(parameters), **options), rank)
+    assert all(map(torch.equal, parameters, copies)), "differ from parameters with storages of their own"
+    check_close(parameters, expected)
+    assert all(map(torch.equal, beside, before)), "something was written beside the parameters"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_parameters_train_as_if_they_had_their_storage_to_themselves(world_size: int) -> None:
-    def work(rank: int, world_size: int) -> list[str]:
-        wrong = []
-        for size, what, how in covering((2, 3, 4), ROOMS, OPTIONS):
-            try:
-                if size == world_size:
-                    check_room(ROOMS[what], OPTIONS[how], rank, world_size)
-            except AssertionError as error:
-                wrong.append(f"{what}, {how}: {error}")
-        return wrong
+def test_parameters_train_as_if_they_had_their_storage_to_themselves(
+    world_size: int, subtests: pytest.Subtests
+) -> None:
+    def work(rank: int, world_size: int, what: str, how: str) -> None:
+        check_room(ROOMS[what], OPTIONS[how], rank, world_size)
 
-    assert run_ranks(work, world_size) == [[]] * world_size
+    cases = [of for size, *of in covering((2, 3, 4), ROOMS, OPTIONS) if size == world_size]
+    for (what, how), ran in run_cases(work, world_size, cases, one_group=True):
+        with subtests.test(f"{what}, {how}"):
+            ran.values()
 
 
-def test_a_slice_of_the_model_s_buffer() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("flat", torch.randn(8))
-            self.head, self.tail = cut(self.flat, (7,), (1,))
-
-    def work(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        expected = Model()
-        torch.manual_seed(rank)
-        model = Model()
-        optimizer = LowLevelZeroOptimizer(sgd([model.head, model.tail]), model=model)
-        assert torch.equal(model.flat, expected.flat)
-        trained([model.head, model.tail], optimizer, rank)
-        values = trained_alone([expected.head, expected.tail], world_size)
-        assert all((p - q).abs().max() <= 1e-5 for p, q in zip((model.head, model.tail), values, strict=True))
-        assert torch.equal(model.flat, expected.flat)
-
-    run_ranks(work, 2)
+class OverABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flat", torch.randn(8))
+        self.head, self.tail = cut(self.flat, (7,), (1,))
 
 
-def test_a_buffer_that_does_not_follow_any_more_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Model(nn.Module):
-        def __init__(self, numel: int, beside: bool) -> None:
-            super().__init__()
-            flat = torch.randn(numel + 2)
-            self.weight = nn.Parameter(flat[:numel] if beside else flat[:numel].clone())
-            self.register_buffer("looking", flat[numel:] if beside else self.weight.data[1:])
-
-    def work(rank: int, world_size: int) -> None:
-        for numel, beside in ((7, False), (8, False), (7, True)):
-            caplog.clear()
-            model = Model(numel, beside)
-            LowLevelZeroOptimizer(sgd([model.weight]), model=model)
-            told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-            expected = "weight: a buffer or frozen parameter over the same memory doesn't follow it any more"
-            assert told == ([expected] if (rank, numel, beside) == (0, 7, False) else []), (numel, beside)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_slice_of_the_model_s_buffer(rank: int) -> None:
+    torch.manual_seed(0)
+    expected = OverABuffer()
+    torch.manual_seed(rank)
+    model = OverABuffer()
+    optimizer = LowLevelZeroOptimizer(sgd([model.head, model.tail]), model=model)
+    assert torch.equal(model.flat, expected.flat)
+    trained([model.head, model.tail], optimizer, rank)
+    check_close([model.head, model.tail], trained_alone([expected.head, expected.tail], 2))
+    assert torch.equal(model.flat, expected.flat)
 
 
-def test_neighbours_that_come_later() -> None:
-    def pairs() -> list[nn.Parameter]:
-        return [*cut(torch.randn(4), (3,), (1,)), *cut(torch.randn(4), (3,), (1,))]
+class Looking(nn.Module):
+    """Has a buffer over the memory of its weight, or ``beside`` it."""
 
-    def work(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        expected = trained_alone(pairs(), world_size)
-        torch.manual_seed(rank)
-        parameters = pairs()
-        optimizer = LowLevelZeroOptimizer(sgd(parameters[:1]))
-        for p in parameters[1:]:
-            optimizer.add_param_group({"params": [p]})
-        trained(parameters, optimizer, rank)
-        for p, value in zip(parameters, expected, strict=True):
-            assert (p - value).abs().max() <= 1e-5
+    def __init__(self, numel: int, beside: bool) -> None:
+        super().__init__()
+        flat = torch.randn(numel + 2)
+        self.weight = nn.Parameter(flat[:numel] if beside else flat[:numel].clone())
+        self.register_buffer("looking", flat[numel:] if beside else self.weight.data[1:])
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_buffer_that_does_not_follow_any_more_is_told_of(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    for numel, beside in ((7, False), (8, False), (7, True)):
+        caplog.clear()
+        model = Looking(numel, beside)
+        LowLevelZeroOptimizer(sgd([model.weight]), model=model)
+        told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        expected = "weight: a buffer or frozen parameter over the same memory doesn't follow it any more"
+        assert told == ([expected] if (rank, numel, beside) == (0, 7, False) else []), (numel, beside)
+
+
+def pairs() -> list[nn.Parameter]:
+    return [*cut(torch.randn(4), (3,), (1,)), *cut(torch.randn(4), (3,), (1,))]
+
+
+@on_ranks(2)
+def test_neighbours_that_come_later(rank: int) -> None:
+    torch.manual_seed(0)
+    expected = trained_alone(pairs(), 2)
+    torch.manual_seed(rank)
+    parameters = pairs()
+    optimizer = LowLevelZeroOptimizer(sgd(parameters[:1]))
+    for p in parameters[1:]:
+        optimizer.add_param_group({"params": [p]})
+    trained(parameters, optimizer, rank)
+    check_close(parameters, expected)
 
 
 @on_ranks(2)
@@ -250,8 +249,7 @@ def test_a_second_optimizer_after_the_first(rank: int) -> None:
     second = LowLevelZeroOptimizer(sgd([p, neighbour]))
     assert neighbour.tolist() == [3.0]
     trained([p, neighbour], second, rank)
-    for q, value in zip((p, neighbour), expected, strict=True):
-        assert (q - value).abs().max() <= 1e-5
+    check_close([p, neighbour], expected)
 
 
 class Tied(nn.Module):

@@ -25,10 +25,12 @@ from lowlevel_zero.deepspeed import (
 from lowlevel_zero.layout import layout_of, memory_held, traffic_of
 from lowlevel_zero.optim.splits import choose_splits
 from lowlevel_zero.testing import assert_trains_alike
+from tests.support import experts
+from tests.support.grid import Grid
 from tests.support.judging import check_run
 from tests.support.numbers import DROPS, STAGES, check_masters, masters_of, trained
 from tests.support.on_ranks import on_ranks
-from tests.support.oracle import Run, build, groups, loss_of
+from tests.support.oracle import Result, Run, build, groups, loss_of, train_sharded
 from tests.support.ranks import run_cases, run_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -88,6 +90,20 @@ def test_sixteen_bits_over_fp32_masters(subtests: pytest.Subtests) -> None:
     for name, run, ran in trained({str(dtype): of(dtype) for dtype in (torch.bfloat16, torch.float16)}, masters_of):
         with subtests.test(name):
             check_masters(run, ran.values(), 1e-2)
+
+
+@pytest.mark.parametrize("form", ["pair", "hybrid"])
+def test_two_levels_of_ranks(form: str) -> None:
+    run = run_of(4, drop=DROPS["different"])
+
+    def train(rank: int, world_size: int) -> Result:
+        return train_sharded(rank, world_size, run.with_options(**Grid.of(rank, (2, 2)).options(form)))
+
+    check_run(run, run_ranks(train, 4), 1e-9, 1e-9)
+
+
+def test_experts_are_owned_by_the_ranks_that_share_them() -> None:
+    experts.check(experts.Run(optimizer=by_parameter, steps=2), 2e-5)
 
 
 # ---- state ----

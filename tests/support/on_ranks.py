@@ -17,7 +17,8 @@ def on_ranks(
 ) -> Callable[[Callable[..., None]], Any]:
     """Make a test of what each rank does, given its rank: it fails where a rank raises.
 
-    What the function asks for behind its rank are fixtures and parameters, as of any test, or the values of a case::
+    What the function asks for behind its rank are the values of a case, if there are some, and then fixtures and
+    parameters, as of any test::
 
         @on_ranks(2, product(STAGES, (1, 3)))
         def test_it_trains(rank: int, stage: str, batches: int) -> None: ...
@@ -34,7 +35,8 @@ def on_ranks(
         if cases is not None:
             given = [case if isinstance(case, tuple) else (case,) for case in cases]
             test = _of_cases(work, world_size, given, {"one_group": True, **launch})
-            asks = [inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+            subtests = inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            asks = [subtests, *asks[len(given[0]) :]]
         functools.update_wrapper(test, work)
         test.__signature__ = inspect.Signature(asks)  # type: ignore[attr-defined]
         return test
@@ -53,9 +55,9 @@ def _once(work: Callable[..., None], world_size: int, launch: dict[str, Any]) ->
 def _of_cases(
     work: Callable[..., None], world_size: int, cases: list[tuple[Any, ...]], launch: dict[str, Any]
 ) -> Callable[..., None]:
-    def test(subtests: pytest.Subtests) -> None:
+    def test(subtests: pytest.Subtests, **asked: Any) -> None:
         __tracebackhide__ = True
-        for case, ran in run_cases(lambda rank, _, *of: work(rank, *of), world_size, cases, **launch):
+        for case, ran in run_cases(lambda rank, _, *of: work(rank, *of, **asked), world_size, cases, **launch):
             with subtests.test(", ".join(map(_told, case))):
                 ran.values()
 
