@@ -35,7 +35,7 @@ PAIRS, MEMORY = "communication/backends/pairwise.py", "communication/backends/sh
 LEVELS, FOLDERS = "communication/backends/hybrid.py", "checkpoint/folders.py"
 
 NUMBERS, DROPS = "tests/numbers/test_optimizer_numbers.py", "tests/simulation/test_seeds.py"
-RECOMPUTATION = "tests/numbers/test_recomputation.py"
+RECOMPUTATION = "tests/numbers/test_backward.py"
 UNUSED_TESTS = "tests/numbers/test_unused_parameters.py"
 COLLECTIVES = "tests/communication/test_collectives.py"
 STATES = "tests/checkpoint/test_state.py"
@@ -254,17 +254,17 @@ MUTANTS = [
         STEPPER,
         "self._pending = self._group.sum_scalar(squares)",
         "self._pending = self._group.sum_scalar(squares * 0 + squares / self._group.size)",
-        "tests/numbers/test_grad_norm.py",
+        "tests/numbers/test_clipping.py",
     ),
     Mutant(
-        "norms are added, not squares", STEPPER, ".square().sum()", ".sum().square()", "tests/numbers/test_grad_norm.py"
+        "norms are added, not squares", STEPPER, ".square().sum()", ".sum().square()", "tests/numbers/test_clipping.py"
     ),
     Mutant(
         "clipping makes small gradients larger",
         STEPPER,
         "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
         "max_norm / (norm + 1e-6)",
-        "tests/numbers/test_grad_norm.py",
+        "tests/numbers/test_clipping.py",
     ),
     Mutant(
         "a fused kernel multiplies where it should divide",
@@ -308,7 +308,7 @@ MUTANTS = [
         OPTIMIZER,
         "if flag.item():",
         "if False:",
-        STEPPING,
+        DROPS,
     ),
     Mutant("the loss isn't scaled", OPTIMIZER, "loss * scale.to(loss.device)", "loss * 1", NUMBERS),
     # steps
@@ -360,7 +360,7 @@ MUTANTS = [
         OPTIMIZER,
         "state.syncs = state.syncs, False",
         "_ = state.syncs, False",
-        "tests/numbers/test_backward.py",
+        DROPS,
     ),
     # masters, and what is saved
     Mutant(
@@ -411,7 +411,7 @@ MUTANTS = [
         RECORDS,
         "return flat_in_memory_order(tensor, self.view)",
         "return flat_in_memory_order(tensor, self.p)",
-        "tests/numbers/test_other_strides.py",
+        "tests/numbers/test_edited_parameters.py",
     ),
     Mutant(
         "parameters that change places end alike",

@@ -15,17 +15,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.deepspeed import full_grads, safe_get_full_grad
 from lowlevel_zero.layout import traffic_of
-from tests.support.experts import (
-    Mixture,
-    Run,
-    judge,
-    lay_out,
-    prepare,
-    sgd,
-    train_spread,
-    train_step,
-    wrap,
-)
+from tests.support.experts import Mixture, Run, judge, lay_out, prepare, sgd, train_spread, train_step, wrap
 from tests.support.numbers import trained
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks

@@ -105,28 +105,12 @@ def of_rows(p: Any, g: Any) -> None:
         row.div_(row.norm() + 1)
 
 
-def centralise(p: Any, g: Any) -> None:
-    """As gradient centralisation does."""
-    if g.dim() > 1:
-        g.add_(-g.mean(dim=1, keepdim=True))
-
-
 def clip_adaptively(p: Any, g: Any) -> None:
     """As adaptive gradient clipping does, unit by unit."""
     data, gradient = p.detach(), g.detach()
     most = data.norm(dim=-1, keepdim=True).clamp_(min=1e-3).mul_(0.1)
     norm = gradient.norm(dim=-1, keepdim=True)
     g.detach().copy_(torch.where(norm < most, gradient, gradient * (most / norm.clamp(min=1e-6))))
-
-
-def project(model: nn.Module) -> Any:
-    """As PCGrad does: the gradient of one task loses what is against that of another."""
-    flat = torch.cat([g.clone().flatten() for g in gradients(model)])
-    other = torch.cat([p.detach().flatten() for p, _ in of(model)]).to(flat.dtype)
-    flat = flat - torch.dot(flat, other) / other.norm().square() * other
-    for (p, g), part in zip(of(model), flat.split([p.numel() for p, _ in of(model)]), strict=True):
-        g.copy_(part.view_as(p))
-    return flat
 
 
 def flatten_and_back(model: nn.Module) -> None:
@@ -198,9 +182,7 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "index_fill_": edit(lambda p, g: g.index_fill_(0, torch.tensor([0, 2]), 1.5)),
     "index_add_": edit(lambda p, g: g.index_add_(0, torch.tensor([1]), p[:1].detach())),
     "cumsum_": edit(lambda p, g: g.cumsum_(0)),
-    "centralisation": each(centralise),
     "adaptive clipping": each(clip_adaptively),
-    "projection": project,
     "flattened and back": flatten_and_back,
     "the same one twice": same_gradient_twice,
     "lists with plain tensors": beside_plain,
@@ -292,6 +274,7 @@ CASES = {
     ],
     3: [
         Case("stage 2", list(ALL)[::2], **STAGE_2),
+        Case("whole parameters", list(ALL)[1::3], split="parameters"),
         Case("layers dropped on a rank, stage 1", list(ALL)[1::4], drop=True),
         Case("bf16 without masters", list(ALL)[::4], torch.bfloat16, master_weights=False),
         Case("other strides", STRIDED, strided=True, **STAGE_2),

@@ -43,36 +43,37 @@ def scales(scaler: LossScaler, overflows: str) -> list[float]:
     return seen
 
 
+BOUNDS: dict[str, Any] = {"growth_interval": 3, "max_scale": 64}
+ODD_BOUNDS: dict[str, Any] = {"hysteresis": 1, "growth_interval": 1, "min_scale": 6, "max_scale": 30}  # no powers
+
+
 @pytest.mark.parametrize(
-    ("hysteresis", "overflows", "expected"),
+    ("options", "overflows", "expected"),
     [
-        (1, "xxx", [8, 4, 2]),
-        (0, "xxx", [8, 4, 2]),
-        (2, "xxx", [16, 8, 4]),
-        (3, "xxxx", [16, 16, 8, 4]),
-        (2, "...", [16, 16, 32]),
-        (2, "......", [16, 16, 32, 32, 32, 64]),
-        (2, "..x..", [16, 16, 16, 16, 16]),  # an overflow restarts the growth
-        (2, "..x...", [16, 16, 16, 16, 16, 32]),
-        (2, "x.x", [16, 16, 8]),  # a clean step does not forget an overflow
-        (2, "x...x", [16, 16, 16, 32, 32]),  # a growth does
-        (2, "x...xx", [16, 16, 16, 32, 32, 16]),
-        (2, "xx...x", [16, 8, 8, 8, 16, 16]),
-        (1, "xxxxxx", [8, 4, 2, 1, 1, 1]),  # min_scale
-        (1, "............", [16, 16, 32, 32, 32, 64, 64, 64, 64, 64, 64, 64]),  # max_scale
+        ({**BOUNDS, "hysteresis": 1}, "xxx", [8, 4, 2]),
+        ({**BOUNDS, "hysteresis": 0}, "xxx", [8, 4, 2]),
+        ({**BOUNDS, "hysteresis": 2}, "xxx", [16, 8, 4]),
+        ({**BOUNDS, "hysteresis": 3}, "xxxx", [16, 16, 8, 4]),
+        ({**BOUNDS, "hysteresis": 2}, "...", [16, 16, 32]),
+        ({**BOUNDS, "hysteresis": 2}, "......", [16, 16, 32, 32, 32, 64]),
+        ({**BOUNDS, "hysteresis": 2}, "..x..", [16, 16, 16, 16, 16]),  # an overflow restarts the growth
+        ({**BOUNDS, "hysteresis": 2}, "..x...", [16, 16, 16, 16, 16, 32]),
+        ({**BOUNDS, "hysteresis": 2}, "x.x", [16, 16, 8]),  # a clean step does not forget an overflow
+        ({**BOUNDS, "hysteresis": 2}, "x...x", [16, 16, 16, 32, 32]),  # a growth does
+        ({**BOUNDS, "hysteresis": 2}, "x...xx", [16, 16, 16, 32, 32, 16]),
+        ({**BOUNDS, "hysteresis": 2}, "xx...x", [16, 8, 8, 8, 16, 16]),
+        ({**BOUNDS, "hysteresis": 1}, "xxxxxx", [8, 4, 2, 1, 1, 1]),  # min_scale
+        ({**BOUNDS, "hysteresis": 1}, "............", [16, 16, 32, 32, 32, 64, 64, 64, 64, 64, 64, 64]),  # max_scale
+        (ODD_BOUNDS, "xxx..", [8, 6, 6, 12, 24]),
+        (ODD_BOUNDS, ".....", [30, 30, 30, 30, 30]),
+        ({"min_scale": 16, "max_scale": 16, "growth_interval": 2}, "xx.x...x", [16] * 8),
     ],
 )
-def test_tables(hysteresis: int, overflows: str, expected: list[float]) -> None:
-    scaler = LossScaler(LossScale(initial_scale=16, growth_interval=3, hysteresis=hysteresis, max_scale=64))
+def test_tables(options: dict[str, Any], overflows: str, expected: list[float]) -> None:
+    scaler = LossScaler(LossScale(initial_scale=16, **options))
     assert scales(scaler, overflows) == expected
     in_a_row = len(overflows) - len(overflows.rstrip("x"))
     assert (int(scaler.state_dict()["skipped"]), int(scaler.skipped_in_a_row)) == (overflows.count("x"), in_a_row)
-
-
-def test_bounds_that_no_power_reaches() -> None:
-    scaler = LossScaler(LossScale(initial_scale=16, min_scale=6, max_scale=30, growth_interval=1, hysteresis=1))
-    assert scales(scaler, "xxx..") == [8, 6, 6, 12, 24]
-    assert scales(scaler, "..") == [30, 30]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,6 @@ def test_update_reads_nothing_on_the_host() -> None:
         scaler.update(overflow)
         scaler.update(clean)
     assert 0 < forbid.calls <= 2 * 16  # 12 kernels and 4 views
-
-
-def test_a_scale_between_equal_bounds_is_static() -> None:
-    scaler = LossScaler(LossScale(initial_scale=128, min_scale=128, max_scale=128, growth_interval=2))
-    assert scales(scaler, "xx.x...x") == [128.0] * 8
-    assert (int(scaler.state_dict()["skipped"]), int(scaler.skipped_in_a_row)) == (4, 1)
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,7 @@ from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from tests.support.numbers import STAGES, trained
 from tests.support.on_ranks import on_ranks
-from tests.support.oracle import (
-    Run,
-    adamw,
-    build,
-    check_close,
-    loss_of,
-    train_sharded,
-)
+from tests.support.oracle import Run, adamw, build, check_close, loss_of, train_sharded
 from tests.support.two_devices import DEVICE, HOST, TwoDevices
 
 OFFLOADED = {"cpu_offload": True, "reduce_bucket_size": 50}

@@ -9,27 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.covering import covering
 from tests.support.judging import check_movement, check_norms, check_run, mistakes
-from tests.support.numbers import (
-    DROPS,
-    STAGES,
-    adagrad,
-    check_masters,
-    joined,
-    masters_of,
-    share_of,
-    trained,
-)
-from tests.support.oracle import (
-    Run,
-    adamw,
-    check_close,
-    emulate,
-    momentum,
-    train_alone,
-)
+from tests.support.numbers import DROPS, STAGES, adagrad, check_masters, joined, masters_of, share_of, trained
+from tests.support.oracle import Run, adamw, check_close, emulate, momentum, train_alone, train_sharded
+from tests.support.ranks import run_ranks
 
 FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "ranks": {f"{size} ranks": {"world_size": size} for size in (1, 2, 3, 4)},
@@ -199,3 +185,28 @@ def test_the_emulation_is_plain_torch_for_fp32() -> None:
     got, own = emulate(run)
     check_close({name: expected[name] for name in got}, [got], 1e-6)
     assert own == pytest.approx(norms, rel=1e-5)
+
+
+# ---- the same bits, whichever way communication overlaps, and however often it is run ----
+
+
+def drop(step: int, rank: int) -> set[int]:
+    return {(step + rank) % 3} if step % 2 else {1}
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2)])
+def test_the_same_bits_twice_and_with_overlap_or_without(world_size: int, stage: int) -> None:
+    run = Run(world_size=world_size, steps=4, micro_batches=2, drop=drop, clip=0.5)
+    run = run.with_options(partition_grad=stage == 2, reduce_bucket_size=40)
+
+    def live(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], list[float]]]:
+        ways = product((True, False), repeat=2)
+        runs = [run.with_options(overlap_communication=one, overlap_allgather=other) for one, other in ways]
+        return [train_sharded(rank, world_size, each) for each in (runs[0], *runs)]
+
+    (expected, norms), *others = (trained for rank in run_ranks(live, world_size) for trained in rank)
+    assert len(others) == 5 * world_size - 1
+    for got, got_norms in others:
+        assert got_norms == norms
+        for name, value in expected.items():
+            assert torch.equal(value, got[name]), name

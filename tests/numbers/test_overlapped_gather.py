@@ -49,6 +49,14 @@ def sharded(model: nn.Module, overlap: bool = True) -> LowLevelZeroOptimizer:
     )
 
 
+def stepped(model: nn.Module, width: int = 3) -> LowLevelZeroOptimizer:
+    """Return the model's optimizer after a step, whose gathers go on."""
+    optimizer = sharded(model)
+    optimizer.backward(model(torch.ones(2, width)).sum())
+    optimizer.step()
+    return optimizer
+
+
 READERS: dict[str, Callable[[nn.Linear], Tensor]] = {
     "a state dict": lambda layer: layer.state_dict()["weight"],
     "a state dict of the parameters themselves": lambda layer: layer.state_dict(keep_vars=True)["weight"] * 1,
@@ -108,9 +116,7 @@ def test_whoever_reads_a_parameter_gets_its_new_values(rank: int, reader: str) -
 @on_ranks(2)
 def test_looking_at_a_parameter_waits_for_nothing(rank: int) -> None:
     layer = nn.Linear(3, 3)
-    optimizer = sharded(layer)
-    optimizer.backward(layer(torch.ones(2, 3)).sum())
-    optimizer.step()
+    optimizer = stepped(layer)
     layer.zero_grad()
     optimizer.zero_grad()
     assert isinstance(layer.weight, nn.Parameter)
@@ -128,9 +134,7 @@ class Tagged(Tensor):
 @on_ranks(2, timeout=30)
 def test_what_is_made_of_a_tensor_of_another_class_has_that_class(rank: int) -> None:
     model = nn.Linear(3, 3)
-    optimizer = sharded(model)
-    optimizer.backward(model(torch.ones(2, 3)).sum())
-    optimizer.step()
+    _ = stepped(model)
     awaited = type(model.weight) is AwaitedParameter
     x = torch.ones(2, 3).as_subclass(Tagged)
     assert (awaited, type(model(x)), type(model(x))) == (True, Tagged, Tagged)
@@ -139,9 +143,7 @@ def test_what_is_made_of_a_tensor_of_another_class_has_that_class(rank: int) -> 
 @on_ranks(2)
 def test_a_parameter_waits_for_its_own_bucket_alone(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    optimizer = sharded(model)
-    optimizer.backward(model(torch.ones(2, 6)).sum())
-    optimizer.step()
+    _ = stepped(model, 6)
     model[2].weight.sum()
     assert type(model[2].weight) is nn.Parameter
     assert type(model[0].weight) is AwaitedParameter
@@ -171,9 +173,7 @@ def test_what_a_step_writes_is_not_taken_for_an_edit(rank: int, monkeypatch: pyt
 def test_an_optimizer_that_goes_leaves_new_values_behind(rank: int) -> None:
     layer = nn.Linear(3, 3)
     old = layer.weight.detach().clone()
-    optimizer = sharded(layer)
-    optimizer.backward(layer(torch.ones(2, 3)).sum())
-    optimizer.step()
+    optimizer = stepped(layer)
     del optimizer
     assert type(layer.weight) is nn.Parameter
     assert bool((layer.weight != old).all())
@@ -188,9 +188,7 @@ def test_parameters_of_a_class_of_their_own_are_there_when_the_step_ends(rank: i
     layer = nn.Linear(3, 3, bias=False)
     layer.weight = Own(layer.weight.detach().clone())
     old = layer.weight.detach().clone()
-    optimizer = sharded(layer)
-    optimizer.backward(layer(torch.ones(2, 3)).sum())
-    optimizer.step()
+    _ = stepped(layer)
     assert type(layer.weight) is Own
     assert bool((layer.weight.view(-1).data != old.view(-1)).all())
 
@@ -267,7 +265,7 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@on_ranks(2, ["a scripted module", "a traced module", "a module from a file", "a scripted function", "none"])
+@on_ranks(2, ["none", "a scripted module", "a traced module", "a module from a file", "a scripted function"])
 def test_torchscript_reads_new_values(rank: int, way: str) -> None:
     ended, awaited = [], False
     for overlap in (False, True):

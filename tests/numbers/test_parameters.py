@@ -13,18 +13,7 @@ from lowlevel_zero.layout import traffic_of
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import check_close
 from tests.support.ranks import run_cases
-from tests.support.scripts import (
-    STAGES,
-    Alone,
-    Together,
-    adamw,
-    check,
-    loss_at,
-    momentum,
-    net,
-    parameters_of,
-    steps,
-)
+from tests.support.scripts import STAGES, Alone, Together, adamw, check, loss_at, momentum, net, parameters_of, steps
 
 Parameters = dict[str, Tensor]
 

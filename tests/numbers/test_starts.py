@@ -13,18 +13,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Run, build, check_close, groups, loss_of, train_rank
-from tests.support.scripts import (
-    STAGES,
-    Alone,
-    Case,
-    Script,
-    Together,
-    adamw,
-    check_each,
-    net,
-    parameters_of,
-    steps,
-)
+from tests.support.scripts import STAGES, Alone, Case, Script, Together, adamw, check_each, net, parameters_of, steps
 
 
 @on_ranks(3)

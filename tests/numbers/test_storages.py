@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,39 +30,25 @@ class Room(NamedTuple):
 
 def cut(flat: Tensor, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
     """Parameters of these shapes, end to end in ``flat``."""
-    parts = flat[: sum(map(_size, shapes))].split([_size(shape) for shape in shapes])
-    return [nn.Parameter(part.view(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [nn.Parameter(part.view(shape)) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+def of_an_array(numel: int) -> Tensor:
+    generator = np.random.default_rng(int(torch.randint(100, ())))
+    return torch.from_numpy(generator.standard_normal(numel).astype(np.float32))
 
 
-def of_an_array() -> Room:
-    array = np.random.default_rng(int(torch.randint(100, ()))).standard_normal(9).astype(np.float32)
-    whole = torch.from_numpy(array)
-    return Room(cut(whole, (7,)), [whole[7:]])
+def room(
+    numel: int, parameters: Callable[[Tensor], list[Any]], beside: slice, make: Callable[[int], Tensor] = torch.randn
+) -> Callable[[], Room]:
+    """Views of so many numbers as parameters, and others of them beside."""
 
+    def made() -> Room:
+        flat = make(numel)
+        return Room([nn.Parameter(each) for each in parameters(flat)], [flat[beside]])
 
-def parts_of_arrays() -> Room:
-    """Storages of their own over the memory of one array: torch can't tell."""
-    array = np.random.default_rng(int(torch.randint(100, ()))).standard_normal(9).astype(np.float32)
-    return Room([nn.Parameter(torch.from_numpy(array[:5])), nn.Parameter(torch.from_numpy(array[5:8]))], ())
-
-
-def in_shared_memory() -> Room:
-    flat = torch.randn(8).share_memory_()
-    return Room(cut(flat, (5,), (2,)), [flat[7:]])
-
-
-def transposed() -> Room:
-    flat = torch.randn(8)
-    return Room([nn.Parameter(flat[:6].view(2, 3).t()), nn.Parameter(flat[6:7])], [flat[7:]])
-
-
-def interleaved() -> Room:
-    flat = torch.randn(9)
-    return Room([nn.Parameter(flat[:7:2]), nn.Parameter(flat[1:7:2])], [flat[7:]])
+    return made
 
 
 def one_frozen() -> Room:
@@ -72,33 +57,29 @@ def one_frozen() -> Room:
     return Room([trained, frozen.requires_grad_(False)], [flat[8:]])
 
 
-def of(dtype: torch.dtype, numel: int, *shapes: tuple[int, ...]) -> Callable[[], Room]:
-    def make() -> Room:
-        flat = torch.randn(numel).to(dtype)
-        return Room(cut(flat, *shapes), [flat[sum(map(_size, shapes)) :]])
-
-    return make
+def parts_of_arrays() -> Room:
+    """Storages of their own over the memory of one array: torch can't tell."""
+    array = of_an_array(9).numpy()
+    return Room([nn.Parameter(torch.from_numpy(array[:5])), nn.Parameter(torch.from_numpy(array[5:8]))], ())
 
 
-def behind_a_gap() -> Room:
-    flat = torch.randn(8)
-    return Room([nn.Parameter(flat[1:])], [flat[:1]])
-
-
+FROM = [slice(at, None) for at in range(31)]
 # Of sizes that are 1, 2 or 3 elements short of what 2, 3 or 4 ranks pad to: these are where a neighbour is.
 ROOMS: dict[str, Callable[[], Room]] = {
-    "two neighbours": of(torch.float32, 8, (7,), (1,)),
-    "matrices in one": of(torch.float32, 30, (3, 3), (5, 3), (2, 3)),
-    "beside a plain tensor": of(torch.float32, 8, (7,)),
-    "a short one": of(torch.float32, 6, (5,)),
-    "one that 4 ranks pad by 3": of(torch.float32, 12, (3, 3)),
-    "bf16": of(torch.bfloat16, 8, (7,), (1,)),
-    "behind a gap": behind_a_gap,
-    "an array's": of_an_array,
+    "two neighbours": room(8, lambda flat: cut(flat, (7,), (1,)), FROM[8]),
+    "matrices in one": room(30, lambda flat: cut(flat, (3, 3), (5, 3), (2, 3)), FROM[30]),
+    "beside a plain tensor": room(8, lambda flat: cut(flat, (7,)), FROM[7]),
+    "a short one": room(6, lambda flat: cut(flat, (5,)), FROM[5]),
+    "one that 4 ranks pad by 3": room(12, lambda flat: cut(flat, (3, 3)), FROM[9]),
+    "bf16": room(8, lambda flat: cut(flat, (7,), (1,)), FROM[8], lambda numel: torch.randn(numel).bfloat16()),
+    "behind a gap": room(8, lambda flat: [flat[1:]], slice(1)),
+    "an array's": room(9, lambda flat: cut(flat, (7,)), FROM[7], of_an_array),
     "parts of arrays": parts_of_arrays,
-    "shared memory": in_shared_memory,
-    "transposed": transposed,
-    "interleaved": interleaved,
+    "shared memory": room(
+        8, lambda flat: cut(flat, (5,), (2,)), FROM[7], lambda numel: torch.randn(numel).share_memory_()
+    ),
+    "transposed": room(8, lambda flat: [flat[:6].view(2, 3).t(), flat[6:7]], FROM[7]),
+    "interleaved": room(9, lambda flat: [flat[:7:2], flat[1:7:2]], FROM[7]),
     "one frozen": one_frozen,
 }
 
@@ -269,14 +250,14 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_storages_are_exactly_their_parameters_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_storages_are_exactly_their_parameters_bytes(world_size: int, tmp_path: Path) -> None:
     def work(rank: int, world_size: int) -> None:
         torch.manual_seed(0)
         model = Tied()
         model.inward.data, model.short.data = torch.randn(7, 5), torch.randn(14).bfloat16()[::2]
-        trained_ones = [p for p in model.parameters() if p.requires_grad]
         optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), model=model)
-        trained(trained_ones, optimizer, rank)
+        trained([p for p in model.parameters() if p.requires_grad], optimizer, rank)
         assert memory_held(optimizer).parameters == sum(
             -(-p.numel() // world_size) * world_size * p.element_size() if p.requires_grad else p.nbytes
             for p in model.parameters()
@@ -284,17 +265,15 @@ def test_storages_are_exactly_their_parameters_bytes(tmp_path: Path) -> None:
         for copied in (model, deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert all(p.untyped_storage().nbytes() == p.nbytes for p in copied.parameters())
             assert copied.head.weight is copied.embedding.weight
-            with NamedTemporaryFile(dir=tmp_path) as file:
-                safetensors.torch.save_model(copied, file.name)
-                loaded = Tied()
-                safetensors.torch.load_model(loaded, file.name)
+            file, loaded = tmp_path / str(rank), Tied()
+            safetensors.torch.save_model(copied, file)
+            safetensors.torch.load_model(loaded, file)
             for (name, p), q in zip(model.named_parameters(), loaded.parameters(), strict=True):
                 assert torch.equal(p, q), name
         with pytest.raises(RuntimeError, match="not resizable"):
             model.head.bias.untyped_storage().resize_(0)
 
-    for world_size in (2, 3):
-        run_ranks(work, world_size)
+    run_ranks(work, world_size)
 
 
 @on_ranks(2)
