@@ -324,3 +324,28 @@ def test_an_operator_in_place_on_its_data(rank: int) -> None:
         p.grad.data = torch.ones(4)  # type: ignore[union-attr]
     optimizer.step()
     assert [p[0].item(), q[0].item()] == [-4.0, -6.0]
+
+
+@on_ranks(2, covering(*[(False, True)] * 3))
+def test_a_gradient_that_was_cleared_is_no_earlier_one_of_a_frozen_slice(
+    rank: int, plain: bool, other: bool, clears: bool
+) -> None:
+    """The caller took the gradient of the backward before: what comes next can be told from it."""
+    parameters, optimizer = made(stage=2)
+    _ = made() if other else None
+    with optimizer.no_sync():
+        optimizer.backward(weighted(parameters))
+    if other:
+        weighted(parameters).backward()
+    if clears:
+        parameters[0].grad = parameters[1].grad = None
+    optimizer.param_groups[0]["params"][0].requires_grad = False
+    run_back = torch.autograd.backward if plain else optimizer.backward
+    if clears:
+        run_back(weighted(parameters))
+    else:
+        with pytest.raises(RuntimeError, match="expected no earlier .*zero_grad"):
+            run_back(weighted(parameters))
+        optimizer.zero_grad()
+    optimizer.step()
+    assert parameters[0].eq(0).all()

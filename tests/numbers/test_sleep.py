@@ -80,29 +80,21 @@ def sides(zero: LowLevelZeroOptimizer, mode: TwoDevices) -> dict[str, set[str | 
 SLEEPY = {"masters": {HOST}, "states": {HOST}, "gradients": {HOST}}
 
 
-def call(name: str, zero: LowLevelZeroOptimizer, loss: Callable[[], Tensor]) -> None:
-    {
-        "reload": zero.reload_states,
-        "backward": lambda: zero.backward(loss()),
-        "plain backward": lambda: loss().backward(),
-        "step": zero.step,
-        "zeros": lambda: zero.zero_grad(set_to_none=False),
-        "state_dict": zero.state_dict,
-        "clip": lambda: zero.clip_grad_norm_(1e3),
-        "read": lambda: [p.grad.norm() for g in zero.sharded_parameters.groups for p in g if p.grad is not None],
-    }[name]()
-
-
-WAKING = ("reload", "backward", "plain backward", "step", "zeros", "state_dict", "clip", "read")
-
-
-def calls_of(run: Run) -> list[str]:
-    """Return the calls that wake: those of fp16 without a plain backward, which isn't scaled."""
-    return [name for name in WAKING if name != "plain backward" or run.dtype != torch.float16]
+WAKING: dict[str, Callable[[LowLevelZeroOptimizer, Callable[[], Tensor]], Any]] = {
+    "reload": lambda zero, loss: zero.reload_states(),
+    "backward": lambda zero, loss: zero.backward(loss()),
+    "plain backward": lambda zero, loss: loss().backward(),
+    "step": lambda zero, loss: zero.step(),
+    "zeros": lambda zero, loss: zero.zero_grad(set_to_none=False),
+    "state_dict": lambda zero, loss: zero.state_dict(),
+    "clip": lambda zero, loss: zero.clip_grad_norm_(1e3),
+    "read": lambda zero, loss: [p.grad.norm() for p in zero.sharded_parameters.groups[0] if p.grad is not None],
+}
 
 
 def trained(rank: int, world_size: int, run: Run, sleeps: bool) -> dict[str, Tensor]:
-    """Train, and sleep in each step before another call wakes."""
+    """Train, and sleep in each step before another call wakes; in fp16 none is a plain backward, which isn't scaled."""
+    calls = [name for name in WAKING if name != "plain backward" or run.dtype != torch.float16]
     with two_devices() as mode:
         model, zero = made(run, mode)
         for step in range(run.steps):
@@ -111,9 +103,7 @@ def trained(rank: int, world_size: int, run: Run, sleeps: bool) -> dict[str, Ten
                 assert zero.offload_states(pinned=bool(step % 2), non_blocking=bool(step % 3)) > 0
                 assert sides(zero, mode) == SLEEPY
                 assert {mode.side(p) for p in model.parameters()} == {DEVICE}
-            call(
-                (names := calls_of(run))[step % len(names)], zero, lambda step=step: loss_of(model, run, step, 1, rank)
-            )
+            WAKING[calls[step % len(calls)]](zero, lambda step=step: loss_of(model, run, step, 1, rank))
             assert HOST not in set().union(*sides(zero, mode).values())
             zero.step()
             zero.zero_grad()
