@@ -163,7 +163,7 @@ class Reducer:
         """
         if not record.p32.requires_grad:
             of_this_sync = self._buckets.is_open and record.index in self._buckets.arrivals
-            record.drop_gradient(earlier and not of_this_sync)
+            record.drop_gradient(earlier and not of_this_sync and record.may_be_a_sum)
             return False
         running = StepState.in_backward
         of_another = bool(running) and running[-1] is not self._state
@@ -174,6 +174,7 @@ class Reducer:
                 self._keep_until_all_agree()
                 return False
             self._state.complete = False
+            record.note_waiting()
             return False
         if not self._buckets.is_open and not self._begin_plain(record):
             return False
@@ -268,6 +269,7 @@ class Reducer:
         for record in (each for each in self._records if not each.is_empty):
             record.show()
             record.p32.grad = record.slice_handle
+            record.note_waiting()
 
     # ---- one sync ----
 

@@ -247,7 +247,9 @@ class BucketStore:
             return True
         bucket = self._bucket_of[index]
         if bucket is None or bucket.started:
-            if not record.p32.requires_grad:  # frozen through param_groups: no later sync would know when it came
+            if record.p32.requires_grad:
+                record.note_waiting()
+            else:  # the caller has frozen it through param_groups, and no later sync would know when it came
                 record.drop_unreduced()
             return False
         bucket.missing -= waited_for

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class ShardedParameter:
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
         *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
-        *("saved_master", "slice_version", "__weakref__"),
+        *("waiting", "saved_master", "slice_version", "__weakref__"),
     )
 
     def __init__(
@@ -102,6 +103,7 @@ class ShardedParameter:
         self.saved_master: Known | None = None  # loaded for ``p32``: the next step takes what rounds to ``p``
         self.worked = False  # there is a ``g``: since gradients were cleared, a rank is known to have had one for it
         self.arrived = False  # a backward has left a gradient in ``p.grad`` that hasn't been reduced
+        self.waiting: ReferenceType[Tensor] | None = None  # the ``p.grad`` that was left to wait for a later sync
         self.stepped = False  # ``p32`` has been stepped, or loaded, so it may hold more than what rounds to ``p``
         self.handle: Handle | None = None  # is ``p.grad`` while there is a ``g``, or its bucket is being reduced
         self.slice_handle: Handle | None = None  # the handle for ``p32.grad``
@@ -303,6 +305,18 @@ class ShardedParameter:
         except RuntimeError:  # the model has been converted, which the step refuses
             self.p.grad = self.shown = None
 
+    def note_waiting(self) -> None:
+        """Remember the gradient in ``p.grad``, which waits for a later sync."""
+        self.waiting = None if self.p.grad is None else ref(self.p.grad)
+
+    @property
+    def may_be_a_sum(self) -> bool:
+        """Return whether ``p.grad`` may be the sum of an earlier and the latest gradient; True if that isn't known."""
+        gradient = self.p.grad
+        if gradient is None or self.waiting is None:
+            return True
+        return gradient.requires_grad or self.waiting() is gradient  # with a graph the sum is a new tensor
+
     @property
     def unreduced(self) -> Tensor | None:
         """Return the gradient that a backward, or the caller, has left to be reduced, or None."""
@@ -326,7 +340,7 @@ class ShardedParameter:
             raise RuntimeError(
                 f"{self.name}: expected no earlier gradient in p.grad (of no_sync, or of another optimizer's backward) "
                 "while requires_grad of its slice in param_groups is False, found one, which can't be told any more "
-                "from what has come now: call optimizer.zero_grad(), not model.zero_grad(), or step before setting it"
+                "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
             )
 
     def check_gradient(self) -> None:
