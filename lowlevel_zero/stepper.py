@@ -39,8 +39,6 @@ _FUSED = {torch.optim.Adam, torch.optim.AdamW}
 # Their settings where the user has left the choice of a kernel to torch.
 _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
 
-_stepping: set[Optimizer] = set()  # the wrapped optimizers that their steppers step now
-
 
 @dataclass(eq=False, repr=False)
 class GlobalNorm:
@@ -117,20 +115,25 @@ class Part(NamedTuple):
     records: list[ShardedParameter]
 
 
-def _refuse_others(optim: Optimizer, *_: object) -> None:
-    """Raise ``RuntimeError`` if a caller, and not its stepper, steps a wrapped optimizer; a hook on its ``step``."""
-    if optim not in _stepping:
-        raise RuntimeError(
-            "expected step() of the LowLevelZeroOptimizer, got that of the "
-            f"{type(optim).__name__} that it wraps, which has slices and would leave the model as it is: call "
-            "optimizer.step(), not optimizer.optim.step()"
-        )
+class StepGate:
+    """A hook on the wrapped optimizer's ``step``: it raises unless the stepper has opened it."""
+
+    is_open = False
+
+    def __call__(self, optim: Optimizer, *_: object) -> None:
+        """Raise ``RuntimeError`` if the caller, and not the stepper, steps the wrapped optimizer."""
+        if not self.is_open:
+            raise RuntimeError(
+                "expected step() of the LowLevelZeroOptimizer, got that of the "
+                f"{type(optim).__name__} that it wraps, which has slices and would leave the model as it is: call "
+                "optimizer.step(), not optimizer.optim.step()"
+            )
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
     """Return whether ``optim`` may step some parameters after others: it is elementwise, and its step is bare."""
     watched = (
-        set(optim._optimizer_step_pre_hooks.values()) - {_refuse_others},
+        set(map(type, optim._optimizer_step_pre_hooks.values())) - {StepGate},
         optim._optimizer_step_post_hooks,
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
@@ -159,7 +162,8 @@ class Stepper:
         # with the same optimizer, so it is the same on all, whatever becomes of their settings.
         self.skips_by_flag = is_fused(self._optim)
         self._step_own = OwnedStep(self._optim, self._parameters)
-        finalize(self, self._optim.register_step_pre_hook(_refuse_others).remove)
+        self._gate = StepGate()
+        finalize(self, self._optim.register_step_pre_hook(self._gate).remove)
 
     @_disable_dynamo  # which would compile the wrapped optimizer anew for each part
     def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
@@ -170,7 +174,7 @@ class Stepper:
         steps all the same.
         """
         parts, in_parts = self._parts(), steps_in_parts(self._optim)
-        _stepping.add(self._optim)
+        self._gate.is_open = True
         try:
             if overflow is not None and not (in_parts and is_fused(self._optim)) and overflow.item():
                 self._leave_out(parts, factor)
@@ -180,7 +184,7 @@ class Stepper:
             elif not in_parts:
                 self._step_own()
         finally:
-            _stepping.discard(self._optim)
+            self._gate.is_open = False
         self._end()
 
     def catch_up(self) -> None:
