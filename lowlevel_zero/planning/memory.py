@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..layout.held import NOTHING, Held
 from ..layout.records import BucketLayout
+from ..optimizer import LowLevelZeroOptimizer
 from ..options import DTYPE, Communication, Cost, Takes, ZeroOptions, merged
 from ..partition import Owned
 from .planned import PlannedRun, most_under_way
-from .state_sizes import OptimizerLike
+from .state_sizes import OptimizerLike, StateSizes, made_optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -27,7 +28,7 @@ class Estimate(Held):
     """An estimate of the bytes that the fullest rank will hold after a backward, activations aside.
 
     Attributes:
-        bucket_buffers: the most bytes of buffers that a device has under way at once, in a backward or a step.
+        bucket_buffers: the most bytes of buffers that are under way at once, in a backward or a step.
         world_size, stage, cpu_offload: the run.
         host: the bytes that ``cpu_offload`` keeps on the host; the rest is on the device.
         least, mean: the ``total`` of the emptiest rank, and of a rank on average.
@@ -109,13 +110,17 @@ def estimate(
         cost=cost,
         communication=travel if stage else Communication(),
     )
-    return _estimate(PlannedRun(model_or_numel, chosen, optimizer, device), world_size, stage, micro_batches)
+    groups = None
+    if isinstance(optimizer, LowLevelZeroOptimizer):
+        groups, optimizer = optimizer.sharded_parameters.groups, optimizer.optim
+    run = PlannedRun(model_or_numel, chosen, StateSizes(*made_optimizer(optimizer)), device, groups)
+    return _estimate(run, world_size, stage, micro_batches)
 
 
 def _estimate(run: PlannedRun, world_size: int, stage: int, micro_batches: int) -> Estimate:
     """Return the bytes that the fullest of ``world_size`` ranks will hold of a planned run."""
     layout, offload = run.layout(world_size if stage else 1), run.options.cpu_offload
-    buffers = most_under_way(layout, run.options, micro_batches)
+    buffers = most_under_way(layout, run.options, run.on_host, micro_batches)
     frozen = sum(shape.shape.numel() * shape.dtype.itemsize for shape in run.shapes if shape.group is None)
     everywhere = Held(parameters=frozen, bucket_buffers=buffers)
     own: defaultdict[int | None, Held] = defaultdict(Held)  # by owner; None: each rank is one

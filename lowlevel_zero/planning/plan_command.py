@@ -18,7 +18,7 @@ from ..partition import BY_ELEMENTS, BY_PARAMETERS
 from .memory import DTYPES, Estimate, as_dtype, estimate
 from .planned import PlannedRun
 from .quantities import elements, per_second, rate, seconds, share, stage, whole_number
-from .state_sizes import NAMES
+from .state_sizes import NAMES, StateSizes, made_optimizer
 from .step_time import Computing, Link, StepTime, bucket_rows, step_time
 
 # Options that are keywords of ``estimate``.
@@ -147,7 +147,7 @@ def _time(options: argparse.Namespace, model: nn.Module | int, title: str, facts
     travels = as_dtype("communication_dtype", options.communication_dtype)
     travel = Communication(options.reduce_bucket_size, travels, fp8=options.fp8_communication)
     chosen = ZeroOptions(forced_dtype=as_dtype("dtype", options.dtype), communication=travel)
-    run = PlannedRun(model, chosen, "sgd", options.device)
+    run = PlannedRun(model, chosen, StateSizes(*made_optimizer("sgd")), options.device)
     backward = options.backward
     if backward is None:
         backward = _FLOPS * facts["params"] * options.tokens / options.flops if options.flops else 0.0

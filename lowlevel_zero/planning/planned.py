@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from ..bookkeeping.bucket_plan import Item, make_plan
 from ..bookkeeping.gather_store import in_parts
 from ..communication.backends.backend import DEVICE_BUCKET, HOST_BUCKET
+from ..communication.backends.memory_pool import block_bytes
 from ..communication.backends.native import Native
+from ..communication.backends.shared_memory import READ_WHOLE, SharedMemory
 from ..communication.fp8 import encoded_size
 from ..layout.records import BucketLayout, Layout, ParameterLayout, parameter_layout, with_buckets
 from ..optim.quantised import slice_multiple
 from ..optim.splits import choice_of, choose_splits, of_16_bits
-from ..optimizer import LowLevelZeroOptimizer
 from ..options import Takes, ZeroOptions
 from ..partition import Split, alignment_of, splits_of
-from .state_sizes import OptimizerLike, StateSizes
+from .state_sizes import StateSizes
 
 _ELEMENTS = Takes(
     "a whole number of elements, at least 1", (int, float), lambda number: number >= 1 and number % 1 == 0
@@ -39,10 +40,12 @@ class Shape(NamedTuple):
 class PlannedRun:
     """A run that is only planned, over any number of ranks; its arguments are those of ``estimate``.
 
+    ``groups`` are the parameters of each of the optimizer's groups; None: those that it holds.
+
     Attributes:
-        states: tells the sizes of the states that the optimizer keeps.
         shapes: the parameters. If the groups hold none of them, all that are trained are in its first group.
         bucket_size: elements of a bucket.
+        on_host: the parameters are on the host.
 
     Raises:
         TypeError, ValueError: ``model`` is something else, or has no parameters.
@@ -52,21 +55,19 @@ class PlannedRun:
         self,
         model: nn.Module | Iterable[Tensor] | float,
         options: ZeroOptions,
-        optimizer: OptimizerLike,
+        states: StateSizes,
         device: torch.device | str | None = None,
+        groups: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
-        self.options, groups = options, None
-        if isinstance(optimizer, LowLevelZeroOptimizer):
-            groups, optimizer = optimizer.sharded_parameters.groups, optimizer.optim
-        self.states = StateSizes(optimizer)
+        self.options, self.states = options, states
         named = [] if isinstance(model, (int, float)) else _named_parameters(model)
         if device is None:
             device = named[0][1].device if named and not named[0][1].is_meta else "cuda"
         try:
-            on_host = torch.device(device).type == "cpu"
+            self.on_host = torch.device(device).type == "cpu"
         except RuntimeError as error:
             raise ValueError(f"device: expected a type of device, as in cuda, got {device!r}") from error
-        self.bucket_size = options.communication.bucket_size or (HOST_BUCKET if on_host else DEVICE_BUCKET)
+        self.bucket_size = options.communication.bucket_size or (HOST_BUCKET if self.on_host else DEVICE_BUCKET)
         if isinstance(model, (int, float)):
             self.shapes = _cut(model, self.bucket_size, options)
         else:
@@ -150,20 +151,33 @@ def _item(p: ParameterLayout, options: ZeroOptions) -> Item:
 
 # ---- buffers under way ----
 
+# Blocks for a few numbers each: agreements, norms and presence maps, some of which a slower rank has yet to read.
+_FEW_NUMBERS = 16
 
-def most_under_way(layout: Layout, options: ZeroOptions, micro_batches: int) -> int:
+
+def most_under_way(layout: Layout, options: ZeroOptions, on_host: bool, micro_batches: int) -> int:
     """Return the most bytes of bucket buffers that a rank holds at once in a backward or a step.
 
-    They are counted as on a device. NCCL all-reduces a buffer in place, which holds the gradients afterwards.
+    A device has buffers under way in a backward or in a step. NCCL all-reduces a buffer in place, which holds the
+    gradients afterwards. On a host buffers lie in blocks of shared memory, which are kept for their next use, and by a
+    rank that is ahead of others until these have read them.
     """
     if layout.world_size == 1:
         return 0
-    in_place = options.stage == 1 and micro_batches == 1
+    in_place = options.stage == 1 and micro_batches == 1 and not on_host
     reductions = [0 if in_place else _reduction(bucket, options) for bucket in layout.buckets]
     ordered = layout.buckets if options.cpu_offload else layout.buckets[::-1]
     parts = in_parts((bucket.kind, bucket.planned.body, bucket) for bucket in ordered)
-    gathers = [_gather(part, options) for part in parts]
+    gathers = [_gather(part, options, on_host) for part in parts]
     at_once = len(gathers) if options.communication.overlap_gathers else Native.gathers_in_flight + 1
+    if on_host:
+        ahead = 2 * (SharedMemory.in_flight + 1)
+        meet_twice = options.stage == 1 and layout.world_size > READ_WHOLE
+        rows = [bucket.row_bytes(bucket.dtype) if meet_twice else 0 for bucket in layout.buckets]
+        passes = min(micro_batches, ahead)
+        blocks = ((passes * reductions, ahead), (passes * rows, ahead), (gathers, 2 * at_once))
+        large = sum(_most(map(block_bytes, filter(None, sizes)), most) for sizes, most in blocks)
+        return large + _FEW_NUMBERS * block_bytes(1)
     return max(_most(reductions, Native.in_flight + 1), _most(gathers, at_once))
 
 
@@ -175,15 +189,15 @@ def _reduction(bucket: BucketLayout, options: ZeroOptions) -> int:
     return bucket.buffer_bytes * (2 if exchanged else 1)
 
 
-def _gather(part: Sequence[BucketLayout], options: ZeroOptions) -> int:
-    """Return the bytes of the buffer that gathers the parameters of some buckets; one alone needs none, but in fp8."""
+def _gather(part: Sequence[BucketLayout], options: ZeroOptions, on_host: bool) -> int:
+    """Return the bytes of the buffer that gathers the parameters of some buckets; ``on_host``: masters are there."""
     sizes = list(chain.from_iterable(bucket.planned.sizes for bucket in part))
-    if len(sizes) == 1 and not part[0].planned.fp8:
+    if len(sizes) == 1 and not (on_host or part[0].planned.fp8):
         return 0
     dtype, wide_rows = part[0].parameter_dtype, options.communication.pad_buckets_for_high_nccl_busbw
     row = alignment_of(dtype, wide_rows).padded(sum(sizes))
     encoded = encoded_size(row) if part[0].planned.fp8 else 0
-    return part[0].rows * (row * dtype.itemsize + encoded)
+    return (1 if on_host else part[0].rows) * (row * dtype.itemsize + encoded)
 
 
 def _most(sizes: Iterable[int], at_once: int) -> int:

@@ -32,8 +32,13 @@ _MORE = 97  # elements, or blocks, by which the larger slice is larger
 _SIDES = ((16, 16), (24, 16), (32, 16), (16, 24), (16, 32), (24, 24))
 
 
-def _made(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
-    """Return an optimizer, made by its class, a function or its name if need be, and what makes another one."""
+def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
+    """Return an optimizer, made by its class, a function or its name if need be, and what makes another of parameters.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: a name that isn't known, or one that can't be made.
+    """
     if isinstance(optimizer, Optimizer):
         return optimizer, None
     make = _MAKERS.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
@@ -62,16 +67,13 @@ def _made(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
 class StateSizes:
     """The bytes of the states that an optimizer keeps, as a step of others of its class shows.
 
-    The optimizer stays as it is; from its class, a function of parameters or a name one is made.
-
-    Raises:
-        TypeError: it is none of these.
-        ValueError: a name that isn't known, or one that can't be made.
+    The optimizer stays as it is. ``make`` returns another one over given parameters; None: the class is called.
     """
 
-    def __init__(self, optimizer: OptimizerLike) -> None:
-        self.optimizer, self._make = _made(optimizer)
-        self._block = block_size(self.optimizer)
+    def __init__(self, optimizer: Optimizer, make: Maker | None) -> None:
+        self.optimizer = optimizer
+        self._make = make
+        self._block = block_size(optimizer)
         self._known: dict[tuple[torch.dtype, tuple[int, ...]], list[int]] = {}
 
     def of_slice(self, dtype: torch.dtype, numel: int) -> list[int]:

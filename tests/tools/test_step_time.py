@@ -15,6 +15,7 @@ from lowlevel_zero.communication.backends.backend import Backend
 from lowlevel_zero.options import Communication, ZeroOptions
 from lowlevel_zero.planning.planned import PlannedRun
 from lowlevel_zero.planning.quantities import rate
+from lowlevel_zero.planning.state_sizes import StateSizes, made_optimizer
 from lowlevel_zero.planning.step_time import BucketRow, Computing, Link, StepTime, bucket_rows, step_time
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -93,7 +94,8 @@ def simulated(stage: int, **options: Any) -> StepTime:
         model = GPT(SIZES[run["size"]])
     both, step = floor["forward_backward"]["median"], floor["step"]["median"]
     computing = Computing(both / 3, both * 2 / 3, step)  # a backward is two products where a forward is one
-    run_of = PlannedRun(model, ZeroOptions(communication=Communication(**options)), "sgd", "cpu")
+    sgd = StateSizes(*made_optimizer("sgd"))
+    run_of = PlannedRun(model, ZeroOptions(communication=Communication(**options)), sgd, "cpu")
     ranks = run["hosts"] * run["ranks a host"]
     return step_time(bucket_rows(run_of.layout(ranks)), ranks, stage, computing, Link(rate(run["rate"])))
 
@@ -131,7 +133,7 @@ def test_the_step_for_people_and_machines(capsys: pytest.CaptureFixture[str]) ->
     for shown, step in zip((told[5], told[9]), found["steps"], strict=True):
         assert shown.split()[-1] == f"{1e3 * step['step']:,.2f}"
         assert step["hidden"] + step["exposed"] == pytest.approx(step["wire"])
-    planned = PlannedRun(10**7, ZeroOptions(forced_dtype=BF16), "sgd", "cpu")
+    planned = PlannedRun(10**7, ZeroOptions(forced_dtype=BF16), StateSizes(*made_optimizer("sgd")), "cpu")
     rows = bucket_rows(planned.layout(1024))
     computing = Computing(0.06, 0.12, straggling=0.05)
     assert StepTime(**found["steps"][1]) == pytest.approx(step_time(rows, 1024, 2, computing, Link(12.5e9, 20e-6)))
