@@ -302,7 +302,7 @@ print("the end")
 def test_the_interpreter_s_end_waits_for_an_asynchronous_save_and_fails_unless_somebody_knows(tmp_path: Path) -> None:
     """Three processes: one writes slowly, one fails to write, and one has noticed that."""
     command, root = [sys.executable, "-c", ENDS, str(tmp_path)], Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=root)
     codes = {"slow": 0, "lost": 120, "known": 0}
     logs = {end: (tmp_path / f"{end}.log").read_text() for end in codes}
     assert done.stdout == "".join(f"the end\n{end} {code}\n" for end, code in codes.items()), (done.stderr, logs)
