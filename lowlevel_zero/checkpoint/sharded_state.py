@@ -207,12 +207,13 @@ class ShardedState:
         for name, record in self._records.items():
             flat, states = dict(settings["states"].get(name, {})), saved.states.get(name, {})
             for key, like in states.items():
-                of_single = _is_single(record) and key != MASTER
-                if of_single or self._division(key, like, states, record, record.p.shape) is None:
+                if key == MASTER:
+                    continue
+                if _is_single(record) or self._division(key, like, states, record, record.p.shape) is None:
                     whole = torch.zeros(like.shape, dtype=like.dtype, device="cpu")
                     saved.read(whole, name, key)
                     flat[key] = self._own(name, key, whole, states)
-                elif key != MASTER:
+                else:
                     room = torch.zeros((), dtype=like.dtype, device=record.p32.device)
                     of_elements = record.split.owner is None or is_scale(key, states)
                     flat[key] = room.expand(record.p32.shape if of_elements else like.shape)

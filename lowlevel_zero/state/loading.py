@@ -60,10 +60,7 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
 def states_of_no_parameter(optim: Optimizer) -> State:
     """Return what an optimizer keeps among its states under other keys than parameters, as a count of all steps.
 
-    Under ``ADDED`` is what its class adds to its own state dict.
-
-    Raises:
-        ValueError: the class adds tensors, which may be slices.
+    Under ``ADDED`` is what its class adds to its own state dict; ``ValueError`` if that has tensors, maybe slices.
     """
     others = {str(key): value for key, value in optim.state.items() if not isinstance(key, Tensor)}
     if type(optim).state_dict is Optimizer.state_dict:
