@@ -224,6 +224,26 @@ def by_no_sync(make: MakeAccelerator) -> Result:
     return losses, weights(accelerator.unwrap_model(model))
 
 
+def bare(make: MakeAccelerator) -> Result:
+    """``loss.backward()``, as accelerate's own pages write it under ``accumulate``; evaluation in between."""
+    model, accelerator = gpt2(), make()
+    model, optimizer, loader, test = accelerator.prepare(model, adamw(model.parameters()), loading(24), loading(7))
+    torch.manual_seed(accelerator.process_index)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            scored = [accelerator.gather_for_metrics(model(**batch).logits.mean((1, 2))) for batch in test]
+        losses += torch.cat(scored).tolist()
+        model.train()
+    assert len(losses) % 7 == 0
+    return losses, weights(accelerator.unwrap_model(model))
+
+
 def one_accelerator(make: MakeAccelerator) -> Result:
     """A cell of a notebook that is run again; the former optimizer is kept."""
     model, accelerator, kept, losses = gpt2(), make(), [], []
@@ -248,14 +268,17 @@ AGAIN = (one_accelerator, prepared_again)
 
 
 def each_way(rank: int, world_size: int, train: Callable[[MakeAccelerator], Result]) -> tuple[Result, Result]:
-    options: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2 if train is two_over_one_model else 1}
+    options: dict[str, Any] = {
+        "cpu": True,
+        "gradient_accumulation_steps": 2 if train in (bare, two_over_one_model) else 1,
+    }
     with launched(rank, world_size):
         theirs = train(lambda: Accelerator(**options))
     with launched(rank, world_size):
         return theirs, train(lambda: ZeroAccelerator(zero_options=STAGE_2, **options))
 
 
-LOOPS = {2: AGAIN, 3: (two_over_one_model, by_no_sync)}
+LOOPS = {2: (bare, *AGAIN), 3: (two_over_one_model, by_no_sync)}
 
 
 @pytest.mark.parametrize("world_size", LOOPS)
