@@ -1,4 +1,4 @@
-"""What ColossalAI's own tests of its low-level ZeRO do to the optimizer, done to ours, on CPU and gloo."""
+"""States and maps that ColossalAI's own tests of its low-level ZeRO look at, of our optimizer, on CPU and gloo."""
 
 from __future__ import annotations
 
