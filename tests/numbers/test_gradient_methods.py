@@ -310,7 +310,9 @@ def test_a_norm_that_differs_by_rank_is_refused(rank: int, beside: str) -> None:
         (q.sum() * (1 + 9 * rank)).backward()
     optimizer.backward(p.sum())
     clip_grad_norm_([p, q], 1.0)
-    with pytest.raises(RuntimeError, match="expected the same edits of p.grad on every rank, .* from 2.83 once on rank"):
+    with pytest.raises(
+        RuntimeError, match="expected the same edits of p.grad on every rank, .* from 2.83 once on rank"
+    ):
         optimizer.step()
 
 
