@@ -125,7 +125,10 @@ def refuse_existing(out: Path, force: bool) -> None:
 def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Tensor], Tensor]) -> dict[str, Tensor]:
     """Read the model's state dict; each tensor is contiguous and shares no memory, as safetensors requires."""
     tensors = {name: value for name, value in checkpoint.objects.model.items() if isinstance(value, Tensor)}
-    extra = {name: torch.empty(value.shape, dtype=value.dtype).copy_(value.detach()) for name, value in tensors.items()}
+    extra = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
+        for name, value in tensors.items()
+    }
     found = {alias: read(name, None, checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
     return found | extra
 

@@ -43,6 +43,9 @@ class SavedCheckpoint:
         self.manifest: Manifest = read_manifest(path)
         self.manifest.check_files(path, [METADATA, OBJECTS])
         self.metadata: Metadata = read_metadata(path)
+        for full in (name_of(("model", name)) for name in self.manifest.tensors):
+            if not isinstance(self.metadata.state_dict_metadata.get(full), TensorStorageMetadata):
+                raise ValueError(f"{path}: {full}: expected a tensor, got a pickle: {TAKE_ANOTHER}")
 
     @cached_property
     def objects(self) -> Objects:
@@ -117,9 +120,8 @@ class SavedCheckpoint:
 
     def _read_range(self, full: str, flat: Tensor, start: int, saved: Shape) -> None:
         """Read the elements of a tensor from ``start`` on, in memory order, into the 1-D ``flat``."""
-        described = self.metadata.state_dict_metadata.get(full)
-        if not isinstance(described, TensorStorageMetadata):
-            raise ValueError(f"{self.path}: {full}: expected a tensor, got a pickle: {TAKE_ANOTHER}")
+        described = self.metadata.state_dict_metadata[full]
+        assert isinstance(described, TensorStorageMetadata), "others aren't among the model's tensors and the states"
         missing = len(flat)
         for chunk in described.chunks if missing else ():
             begin = sum(offset * stride for offset, stride in zip(chunk.offsets, saved, strict=True))

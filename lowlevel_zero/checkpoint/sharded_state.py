@@ -81,6 +81,7 @@ class ShardedState:
         follow_edits(optimizer.sharded_parameters)
         self._optimizer = optimizer
         self._optim = optimizer.optim
+        self._former: dict[ShardedParameter, State] = {}  # the states that ``load`` has replaced
         store = optimizer.sharded_parameters
         states = [{record: self._own_state(record) for record in records} for records in store.by_shard_group]
         self._states = [
@@ -223,10 +224,18 @@ class ShardedState:
     def read(self, name: str, saved: SavedCheckpoint) -> Tensor | None:
         """Read this rank's slices of a parameter's states in place of ``load``'s placeholders, and return its master.
 
-        None: no master was saved, or it has no place here. Doesn't communicate.
+        Their memory is that of the states that ``load`` has replaced, where those are of the same kind. None: no master
+        was saved, or it has no place here. Doesn't communicate.
         """
         record, likes = self._records[name], saved.states.get(name, {})
-        rooms = {key: self._room(key, like, likes, record) for key, like in likes.items() if _is_read(record, key)}
+        former = self._former.pop(record, {})
+        if record.keeps_more:
+            former[MASTER] = record.master_row
+        rooms = {
+            key: self._room(key, like, likes, record, former.get(key))
+            for key, like in likes.items()
+            if _is_read(record, key)
+        }
         slices = {key: room for key, room in rooms.items() if isinstance(room, BoxedTensor)}
         for key, room in slices.items():
             saved.read(room, name, key)
@@ -241,11 +250,20 @@ class ShardedState:
             held.update(_as_held(flat, record))
         return None if master is None else master.local
 
-    def _room(self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter) -> Tensor:
-        """Return zeros to load this rank's part of a whole state into, which is ``like`` this one."""
+    def _room(
+        self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter, former: object = None
+    ) -> Tensor:
+        """Return memory to load this rank's part of a whole state into, which is ``like`` this one.
+
+        It is that of a ``former`` state of the same shape, dtype and device, else zeros.
+        """
         division = self._division(key, like, keys, record, record.p.shape)
         if division is None:
             return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+        kind = record.p32.shape if record.split.owner is None else like.shape, like.dtype, record.p32.device
+        fits = isinstance(former, Tensor) and (former.shape, former.dtype, former.device) == kind
+        if isinstance(former, Tensor) and fits and former.is_contiguous() and not is_scale(key, keys):
+            return division.boxed(former, record)
         start, stop = division.split.span(record.rank)
         own = torch.zeros(stop - start, dtype=like.dtype, device=record.p32.device)
         return BoxedTensor(own, start, division.shape, division.stride, division.split)
@@ -340,6 +358,8 @@ class ShardedState:
 
         Checked settings are expected.
         """
+        held = ((record, self._optim.state.get(record.p32, {})) for record in self._records.values())
+        self._former = {record: dict(state) for record, state in held if record.owns_some}
         load_slices(
             self._optim,
             self._optimizer.sharded_parameters,

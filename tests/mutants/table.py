@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "a late gradient is forgotten",
         BUCKETS,
-        "            if not record.p32.requires_grad:",
-        "            if True:",
+        "            if record.p32.requires_grad:",
+        "            if False:",
         RECOMPUTATION,
     ),
     Mutant(

@@ -43,7 +43,7 @@ def _failing(*names: str, part: Part = Part(), ranks: int = 2, carrier: Carrier 
 FAILING: dict[str, tuple[Program, str]] = {
     "looks at a norm that isn't finite": (_failing("nan", "step"), "norm"),
     "reads a norm that all ranks refuse": (_failing("nan", "step", part=REFUSES, carrier="nccl"), "value"),
-    "looks for a parameter that isn't finite": (_failing("nan", "step"), "_first_of"),
+    "looks for a parameter that isn't finite": (_failing("nan", "step"), "_first_bad"),
     "looks at the norm of the step before": (_failing("nan", "step", "step", part=OVERLAPS), "norm"),
     "reduces buckets to their owners": (_failing("backward", "step", part=WHOLE, carrier="nccl"), "reduce"),
     "copies what it broadcasts": (_failing("backward", part=FROZEN), "as_bytes"),
@@ -62,7 +62,7 @@ FAILING: dict[str, tuple[Program, str]] = {
     "tells the others of states that it owns": (_failing("backward", "step", "keep state", part=WHOLE), "_told"),
     "brings back what sleeps, in a plain backward whose exception its caller ignores": (
         replace(_failing("backward", "sleep", "plain", "step", carrier="nccl"), schedule=1),
-        "_copied",
+        "_move",
     ),
     "brings back what sleeps, in a pass within another optimizer's": (
         Program(
