@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "a late gradient is forgotten",
         BUCKETS,
-        "            if record.p32.requires_grad:",
-        "            if False:",
+        "                record.note_waiting()\n",
+        "                record.p.grad = None\n",
         RECOMPUTATION,
     ),
     Mutant(
