@@ -84,9 +84,7 @@ def test_the_code_runs_under_torchrun(tmp_path: Path) -> None:
 
 def test_pages_are_short() -> None:
     assert len(README.splitlines()) <= 150
-    for_maintainers = ("architecture", "benchmarks")
-    long = {page.name for page in DOCS if len(page.read_text().splitlines()) > 200}
-    assert long <= {f"{stem}.md" for stem in for_maintainers}
+    assert [page.name for page in DOCS if len(page.read_text().splitlines()) > 200] == []
 
 
 def test_the_walk_through_the_example_quotes_it() -> None:
@@ -135,7 +133,7 @@ def test_what_it_links_exists(page: Path) -> None:
 
 def test_the_architecture_names_what_exists() -> None:
     """Files, and functions as ``file.py: Class.method`` or ``file.py: function``."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("architecture.md", "decisions.md"))
     package = ROOT / "lowlevel_zero"
     for name in re.findall(r"`([\w/]+\.py|\w+/)`", text):
         assert any((base / name).exists() for base in (package, ROOT)), name
