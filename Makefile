@@ -31,7 +31,7 @@ demo: $(INSTALLED)  ## train a small GPT on two processes (options: make demo AR
 booster: $(COLOSSALAI_INSTALLED)  ## train a small Llama through ColossalAI's Booster (options: as for demo)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py $(ARGS)
 
-test: $(TRAINERS_INSTALLED)  ## run the tests, 6 minutes on 2 cores (options: make test ARGS="-k floors")
+test: $(TRAINERS_INSTALLED)  ## run the tests, 5 minutes on 2 cores (options: make test ARGS="-k floors")
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-core: $(INSTALLED)  ## run those of them that need torch alone, and not ColossalAI
