@@ -256,6 +256,10 @@ class Judge:
         looks = [rank for rank in quiet if here[rank].call.name == "norm"]
         if self._lose_late(here, raised) or self._half_reload(here, meetings, raised):
             return
+        closing = {entry.place >= len(self.program.rows) for entry in here.values()}
+        if len(closing) > 1 and {entry.call.name for entry in here.values()} == {"together"}:
+            self.is_over = True  # a rank is at its last calls after an error of its own, and others' calls are alike
+            return
         if quiet and (raised or len(signatures) > 1):
             self._pass(quiet[0])  # nothing had changed here, so nobody was asked
             call = here[quiet[0]].call
@@ -442,6 +446,7 @@ class Judge:
             if outlived := {rank: each.outlived for rank, each in here.items() if each.outlived}:
                 raise Failure("left behind", f"process groups beside one that has been destroyed: {outlived}")
             return
+        apart: list[set[tuple[Key, int]]] = []
         if call.name not in ("construct", "save"):
             apart = part.dropped_apart() if CALLS[call.name].quiet else []  # it may have had nothing to ask
             part.finish(with_local=CALLS[call.name].completes)
@@ -460,7 +465,8 @@ class Judge:
             part.multiply(part.base, 0.0)
             part.base = {key: torch.zeros_like(gradient) for key, gradient in part.base.items()}
         elif call.name in ("clip", "torch's clip", "package's clip"):
-            self._compare_told(part, here.values(), part.clip(call.amount))
+            norm = part.clip(call.amount)
+            self._compare_told(part, () if any(apart) else here.values(), norm)  # each rank's is that of its own list
             if any(each.call.amount != call.amount for each in here.values()):  # which the next call may tell
                 part.edits_vary = part.is_mixed = True
         elif call.name == "norm":
