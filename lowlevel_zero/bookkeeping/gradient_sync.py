@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..communication.shard_group import ShardGroup
@@ -176,14 +177,16 @@ class GradientSyncs:
         other ranks.
         """
         bucket = self.buckets.in_flight.popleft()
-        with self.buckets.streams.beside():
+        for total in (partial(bucket.finish_reduce, self.buckets.streams), partial(self.buckets.lost_sum, bucket)):
             try:
-                self.gradients.accumulate(bucket, bucket.finish_reduce(self.buckets.streams))
-            except BaseException as error:
+                with self.buckets.streams.beside():  # whose end may raise, too
+                    self.gradients.accumulate(bucket, total())
+                break
+            except BaseException as error:  # zeros are next: all ranks keep the same buckets
                 self._state.failure.defer(error)
-                self.gradients.accumulate(bucket, self.buckets.lost_sum(bucket))  # all ranks keep the same buckets
+        if bucket.dropped_next:
             try:
-                if bucket.dropped_next:
+                with self.buckets.streams.beside():
                     self.gradients.drop(bucket.dropped_next)
             except BaseException as error:
                 self._state.failure.defer(error)

@@ -266,8 +266,8 @@ DRAWN = [
         (
             Change(
                 SYNCS,
-                "                if bucket.dropped_next:\n",
-                "                if False:\n",
+                "        if bucket.dropped_next:\n",
+                "        if False:\n",
             ),
         ),
         431,

@@ -108,6 +108,20 @@ def test_nobody_waits_among_several_groups_for_a_rank_that_has_lost_another(carr
         assert verdict.failure is None, f"hand-over {at} of rank 1\n{verdict.failure}"
 
 
+def test_nobody_waits_for_a_rank_whose_reductions_on_a_device_another_one_has_broken() -> None:
+    drops = Call("plain", drops=1)
+    program = Program(
+        4,
+        "nccl",
+        (Part((Weight(),) * 3, ((0,),), options=(("reduce_bucket_size", 4),)),),
+        ((Call("plain"), drops, drops, drops), (Call("keep state"),) * 4),
+    )
+    for schedule in (17, 19, 20, 31, 35):
+        for at in range(38, 48):
+            verdict = run(replace(program, schedule=schedule, fault=Fault(1, at, "die")))
+            assert verdict.failure is None, f"schedule {schedule}, hand-over {at} of rank 1\n{verdict.failure}"
+
+
 # ---- what the simulation itself must do ----
 
 STEP = (Call("backward"), Call("step"), Call("zero_grad"))
