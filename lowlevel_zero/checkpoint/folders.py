@@ -78,7 +78,7 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
 
 
 def _newest_first(found: Iterable[Found]) -> Iterator[tuple[Path, str]]:
-    """Yield the checkpoints, newest first, with what is wrong by their manifests and sizes of files; empty: nothing."""
+    """Yield the checkpoints, newest first, each with its fault by manifest and file sizes, or an empty text."""
     for path, head, damage in sorted(found, key=lambda each: each.head.serial if each.head else math.inf, reverse=True):
         if head is not None:
             try:

@@ -53,7 +53,7 @@ class Objects:
         return {keys: each for path, value in found.items() for keys, each in _leaves(path, value)}
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file, once all values are found to be such that they can be read back.
+        """Return the content of the file, after a check that all values can be read back.
 
         Raises:
             TypeError: ``torch.load(weights_only=True)`` could not read a part, which is named.

@@ -223,7 +223,7 @@ def finish_last(group: ShardGroup) -> None:
 
 
 class Run(NamedTuple):
-    """The ids of a run and of those that it continues, and the serial number of its newest checkpoint."""
+    """The ids of a run and its predecessors, and the serial number of its newest checkpoint."""
 
     ids: tuple[str, ...]
     serial: int

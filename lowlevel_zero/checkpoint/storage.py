@@ -96,7 +96,7 @@ class CheckpointWriter:
             raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}") from error
 
     def _outcome(self, sums: dict[str, FileSum], error: Exception | None) -> str | None:
-        """Publish if all ranks have written, and return who has failed and why; None: nobody has. Communicates."""
+        """Publish if all ranks have written, and return the first failure, or None. Communicates."""
         own = sums, None if error is None else self._told(error)
         if self._ranks == 1:
             return self._publish_if_written([own])

@@ -276,7 +276,7 @@ def _different_progress(done: Sequence[SyncProgress], ranks: Sequence[int]) -> E
 
 
 def _uneven(by_rank: Sequence[_Counted], ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Return what ranks have not done equally often, and a text about the first of it: on which ranks how often."""
+    """Return the actions that ranks took unequally often, and a text with the counts of the first one by rank."""
     done = [dict(own) for own in by_rank]
     names = [name for name in dict.fromkeys(chain(*done)) if len({own.get(name) for own in done}) > 1]
     numbers = [own.get(names[0], 0) for own in done] if names else []

@@ -62,7 +62,7 @@ def ended_ranks(ranks: Sequence[int]) -> list[int]:
 
 
 def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object) -> LostRank | None:
-    """Return an error that names the ranks lost in ``what``, after up to a second; None: ``error`` tells of none."""
+    """Return an error that names the ranks lost in ``what``, or None; this takes up to a second."""
     if not dist.is_initialized() or isinstance(error, LostRank) or not _BROKEN.search(str(error)):
         return None
     ranks = _ended_soon(dist.get_process_group_ranks(group))

@@ -72,7 +72,7 @@ def twin(optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor]) 
 
 
 def _arguments(cls: type[Optimizer], recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the names of a constructor's arguments: the first, and those of the others that are ``recorded``.
+    """Return the names of a constructor's arguments: the first one, and all others that are ``recorded``.
 
     The first one are the groups, or another optimizer over them. An argument that isn't recorded takes its default.
     """

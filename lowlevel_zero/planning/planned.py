@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class PlannedRun:
-    """A run that is only planned, over any number of ranks; its arguments are those of ``estimate``.
+    """A run that is only planned, over any number of ranks; it takes the arguments of ``estimate``.
 
     ``groups`` are the parameters of each of the optimizer's groups; None: those that it holds.
 

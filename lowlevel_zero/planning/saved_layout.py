@@ -33,7 +33,7 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
 
 
 def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
-    """Return the layouts of one optimizer's parameters, those of the same ranks together."""
+    """Return the layouts of one optimizer's parameters, grouped by the ranks that share them."""
     everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
     names_of: dict[Ranks, list[str]] = {}
     for name in checkpoint.trained(settings):

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """A kind of collective between hosts, each with an order of its own; those before ``AGREEMENT`` carry buckets."""
+    """A kind of collective between hosts, with an order of its own. Kinds before ``AGREEMENT`` carry buckets."""
 
     REDUCE = 1
     GATHER_SUM = 2  # the second half of an all-reduce
@@ -56,7 +56,7 @@ class PeerError(TransportError):
 
 
 def referent(reference: ReferenceType[T]) -> T:
-    """Return what a weak reference refers to; raise ``RuntimeError`` if it has ended with its process group."""
+    """Return the object of a weak reference; raise ``RuntimeError`` if it has ended with its process group."""
     found = reference()
     if found is None:
         raise destroyed()
