@@ -32,6 +32,11 @@ class Mistake(NamedTuple):
     changes: tuple[Change, ...]
     seed: int | None = None
 
+    @classmethod
+    def of(cls, breaks: str, file: str, old: str, new: str, seed: int | None = None) -> Mistake:
+        """A mistake of one change."""
+        return cls(breaks, (Change(file, old, new),), seed)
+
 
 REDUCER, STEPPER, OPTIMIZER = "reducer.py", "stepper.py", "optimizer.py"
 BUCKETS, SUMS = "bookkeeping/bucket_store.py", "bookkeeping/gradient_store.py"
@@ -41,15 +46,11 @@ SHARD_GROUP = "communication/shard_group.py"
 
 # Mistakes that the package has made.
 MADE_ONCE = [
-    Mistake(
+    Mistake.of(
         "a bucket is forgotten by what this rank alone has used",
-        (
-            Change(
-                SUMS,
-                "if len(bucket.empty) < len(bucket.records)]",
-                "if any(record.worked for record in bucket.records)]",
-            ),
-        ),
+        SUMS,
+        "if len(bucket.empty) < len(bucket.records)]",
+        "if any(record.worked for record in bucket.records)]",
         141,
     ),
     Mistake(
@@ -89,18 +90,14 @@ MADE_ONCE = [
         (Change(OPTIMIZER, ", written=[each for each in self._guard.edited if each.writes])", ")"),),
         10,
     ),
-    Mistake(
+    Mistake.of(
         "a bucket is skipped for good where packing it raises",
-        (
-            Change(
-                BUCKETS,
-                "        except BaseException as error:\n            self._start(bucket)  # with zeros for what "
-                "was taken of its gradients: other ranks wait for it\n            self._state.failure.defer(error)\n"
-                "        finally:\n            if bucket.started:\n                "
-                "self.waiting.popleft()\n",
-                "        finally:\n            self.waiting.popleft()\n            if bucket.started:\n",
-            ),
-        ),
+        BUCKETS,
+        "        except BaseException as error:\n            self._start(bucket)  # with zeros for what "
+        "was taken of its gradients: other ranks wait for it\n            self._state.failure.defer(error)\n"
+        "        finally:\n            if bucket.started:\n                "
+        "self.waiting.popleft()\n",
+        "        finally:\n            self.waiting.popleft()\n            if bucket.started:\n",
         210,
     ),
     Mistake(
@@ -117,15 +114,11 @@ MADE_ONCE = [
         ),
         34,
     ),
-    Mistake(
+    Mistake.of(
         "reductions of two optimizers start as their gradients come",
-        (
-            Change(
-                REDUCER,
-                "not self._state.is_alone or self.syncs.shares_order or self.syncs.put_off:",
-                "self.syncs.put_off:",
-            ),
-        ),
+        REDUCER,
+        "not self._state.is_alone or self.syncs.shares_order or self.syncs.put_off:",
+        "self.syncs.put_off:",
         136,
     ),
     Mistake(
@@ -147,15 +140,11 @@ MADE_ONCE = [
         ),
         236,
     ),
-    Mistake(
+    Mistake.of(
         "groups beside a process group outlive it",
-        (
-            Change(
-                "communication/process_groups.py",
-                "                if is_alive(each):\n                    dist.destroy_process_group(each)",
-                "                is_alive(each)",
-            ),
-        ),
+        "communication/process_groups.py",
+        "                if is_alive(each):\n                    dist.destroy_process_group(each)",
+        "                is_alive(each)",
         4,
     ),
     Mistake(
@@ -163,57 +152,37 @@ MADE_ONCE = [
         (Change(BUCKETS, "self.rows, self.row = None, self.row.clone()", "self.rows = None"),),
         7,
     ),
-    Mistake(
+    Mistake.of(
         "an error of dropping gradients behind a sum leaves the other sums unfinished",
-        (
-            Change(
-                SYNCS,
-                "self.gradients.drop(bucket.dropped_next)\n            except BaseException as error:",
-                "self.gradients.drop(bucket.dropped_next)\n            except ZeroDivisionError as error:",
-            ),
-        ),
+        SYNCS,
+        "self.gradients.drop(bucket.dropped_next)\n            except BaseException as error:",
+        "self.gradients.drop(bucket.dropped_next)\n            except ZeroDivisionError as error:",
     ),
-    Mistake(
+    Mistake.of(
         "one rank that asks for its memory makes a group that needs all ranks",
-        (
-            Change(
-                SHARD_GROUP,
-                "[] if self._host_backend is None else self._host_backend.held()",
-                "self.host_backend.held()",
-            ),
-        ),
+        SHARD_GROUP,
+        "[] if self._host_backend is None else self._host_backend.held()",
+        "self.host_backend.held()",
     ),
-    Mistake(
+    Mistake.of(
         "writes are followed before what no rank used is hidden",
-        (
-            Change(
-                SUMS,
-                "            hide_gradients(record for record in unknown",
-                "            follow_edits(record for record in unknown if record.worked)\n"
-                "            hide_gradients(record for record in unknown",
-            ),
-        ),
+        SUMS,
+        "            hide_gradients(record for record in unknown",
+        "            follow_edits(record for record in unknown if record.worked)\n"
+        "            hide_gradients(record for record in unknown",
     ),
-    Mistake(
+    Mistake.of(
         "a plain backward that can't begin its sync leaves what has come until then to the step",
-        (
-            Change(
-                REDUCER,
-                "        except Exception as error:\n            self._state.failure.note(error, Damage.GRADIENTS)\n"
-                "            raise\n        return True",
-                "        except ZeroDivisionError:\n            raise\n        return True",
-            ),
-        ),
+        REDUCER,
+        "        except Exception as error:\n            self._state.failure.note(error, Damage.GRADIENTS)\n"
+        "            raise\n        return True",
+        "        except ZeroDivisionError:\n            raise\n        return True",
     ),
-    Mistake(
+    Mistake.of(
         "a gradient counts as dropped once more while its sum is on its way",
-        (
-            Change(
-                SUMS,
-                "            held.difference_update(record.index for record in bucket.dropped_next)\n",
-                "",
-            ),
-        ),
+        SUMS,
+        "            held.difference_update(record.index for record in bucket.dropped_next)\n",
+        "",
         19098574,
     ),
     Mistake(
@@ -236,15 +205,11 @@ DRAWN = [
         (Change("gradients/of_optimizer.py", "{some[0].common_name}{more} by {what}", "{some[0].common_name}{more}"),),
         334,
     ),
-    Mistake(
+    Mistake.of(
         "sharded gradients that a second backward didn't touch don't come back to p.grad",
-        (
-            Change(
-                SYNCS,
-                "        if self.gradients.taken_out:\n            self.gradients.put_back()\n        self._group",
-                "        self.gradients.taken_out.clear()\n        self._group",
-            ),
-        ),
+        SYNCS,
+        "        if self.gradients.taken_out:\n            self.gradients.put_back()\n        self._group",
+        "        self.gradients.taken_out.clear()\n        self._group",
         983,
     ),
     Mistake(
@@ -256,84 +221,55 @@ DRAWN = [
         "one of several announced syncs is read before the ranks agree",
         (Change(SYNCS, "        while self._unread:\n", "        if self._unread:\n"),),
     ),
-    Mistake(
+    Mistake.of(
         "a gradient that was dropped while it was on its way stays",
-        (
-            Change(
-                SYNCS,
-                "        if bucket.dropped_next:\n",
-                "        if False:\n",
-            ),
-        ),
+        SYNCS,
+        "        if bucket.dropped_next:\n",
+        "        if False:\n",
         438,
     ),
-    Mistake(
+    Mistake.of(
         "a step is taken with what an error has left of the gradients",
-        (
-            Change(
-                "bookkeeping/step_state.py",
-                "        if uses_gradients and Damage.GRADIENTS in self.damage:",
-                "        if False:",
-            ),
-        ),
+        "bookkeeping/step_state.py",
+        "        if uses_gradients and Damage.GRADIENTS in self.damage:",
+        "        if False:",
         51,
     ),
-    Mistake(
+    Mistake.of(
         "a gradient that comes twice counts for two of its bucket",
-        (
-            Change(
-                BUCKETS,
-                "            self.repeats.add(index)\n            waited_for = False\n",
-                "            self.repeats.add(index)\n",
-            ),
-        ),
+        BUCKETS,
+        "            self.repeats.add(index)\n            waited_for = False\n",
+        "            self.repeats.add(index)\n",
     ),
-    Mistake(
+    Mistake.of(
         "gradients that were edited are averaged again by the step",
-        (
-            Change(
-                BUCKETS,
-                "self.rows, self.row, self.scale = None, row, 1.0",
-                "self.rows, self.row, self.scale = None, row, None",
-            ),
-        ),
+        BUCKETS,
+        "self.rows, self.row, self.scale = None, row, 1.0",
+        "self.rows, self.row, self.scale = None, row, None",
         7,
     ),
-    Mistake(
+    Mistake.of(
         "a bucket of another dtype than the buffer's is reduced where it lies",
-        (
-            Change(
-                BUCKETS,
-                "if may and first is not None and first.dtype == lead.communication_dtype:",
-                "if may and first is not None:",
-            ),
-        ),
+        BUCKETS,
+        "if may and first is not None and first.dtype == lead.communication_dtype:",
+        "if may and first is not None:",
     ),
     Mistake(
         "a bucket whose gradient was dropped and has come again counts as empty",
         (Change(SUMS, "            kept.empty.clear()\n", ""),),
     ),
-    Mistake(
+    Mistake.of(
         "gradients that wait behind a sharded one are lost in the next backward",
-        (
-            Change(
-                SUMS,
-                "record.p.grad is record.shown and record.pending is None:",
-                "record.p.grad is record.shown:",
-            ),
-        ),
+        SUMS,
+        "record.p.grad is record.shown and record.pending is None:",
+        "record.p.grad is record.shown:",
         376,
     ),
-    Mistake(
+    Mistake.of(
         "parameters of a forgotten bucket are still found in it",
-        (
-            Change(
-                SUMS,
-                "        self._bucket_of = {index: bucket for bucket in self.buckets for index in "
-                "bucket.planned.members}\n",
-                "",
-            ),
-        ),
+        SUMS,
+        "        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.planned.members}\n",
+        "",
         1,
     ),
     Mistake(
@@ -341,80 +277,52 @@ DRAWN = [
         (Change(REDUCER, "            if assigned:\n                self._assign(assigned)\n", ""),),
         69,
     ),
-    Mistake(
+    Mistake.of(
         "gathers that readers wait for are forgotten at the end of a step",
-        (
-            Change(
-                GATHERS,
-                "            self._under_way.remove(gather)\n            gather.finish_gather()",
-                "            gather.finish_gather()\n        self._under_way.clear()",
-            ),
-        ),
+        GATHERS,
+        "            self._under_way.remove(gather)\n            gather.finish_gather()",
+        "            gather.finish_gather()\n        self._under_way.clear()",
     ),
-    Mistake(
+    Mistake.of(
         "parameters of several dtypes are gathered in one call",
-        (
-            Change(
-                GATHERS,
-                "if part and (elements >= PART or kind != before):",
-                "if part and elements >= PART:",
-            ),
-        ),
+        GATHERS,
+        "if part and (elements >= PART or kind != before):",
+        "if part and elements >= PART:",
         5,
     ),
-    Mistake(
+    Mistake.of(
         "gradients are scaled once more when they are read after a step",
-        (
-            Change(
-                STEPPER,
-                "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = 1.0",
-                "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = factor",
-            ),
-        ),
+        STEPPER,
+        "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = 1.0",
+        "if row.dtype == dtype and not keeps_sums:\n            bucket.scale = factor",
         15,
     ),
-    Mistake(
+    Mistake.of(
         "param groups are left in parts where the wrapped optimizer's step raises",
-        (
-            Change(
-                STEPPER,
-                "            self._optim.step()\n        finally:\n            self._optim.param_groups = groups\n",
-                "            self._optim.step()\n        except MemoryError:\n            raise\n        else:\n"
-                "            self._optim.param_groups = groups\n",
-            ),
-        ),
+        STEPPER,
+        "            self._optim.step()\n        finally:\n            self._optim.param_groups = groups\n",
+        "            self._optim.step()\n        except MemoryError:\n            raise\n        else:\n"
+        "            self._optim.param_groups = groups\n",
         125,
     ),
-    Mistake(
+    Mistake.of(
         "an error that was once raised on all ranks isn't told again when one rank alone raises it",
-        (
-            Change(
-                AGREEMENT,
-                "and agreed > since)",
-                ")",
-            ),
-        ),
+        AGREEMENT,
+        "and agreed > since)",
+        ")",
     ),
-    Mistake(
+    Mistake.of(
         "ranks that call different optimizers don't notice",
-        (
-            Change(
-                AGREEMENT,
-                "same = (doing, group.number, settings.digest, done)",
-                "same = (doing, settings.digest, done)",
-            ),
-        ),
+        AGREEMENT,
+        "same = (doing, group.number, settings.digest, done)",
+        "same = (doing, settings.digest, done)",
         98,
     ),
-    Mistake(
+    Mistake.of(
         "reductions of a dropped optimizer are dropped with it",
-        (
-            Change(
-                SHARD_GROUP,
-                "            worker.submit(partial(_finish, list(works.values()), self))",
-                "            worker.submit(partial(_finish, [], self))",
-            ),
-        ),
+        SHARD_GROUP,
+        "            worker.submit(partial(_finish, list(works.values()), self))",
+        "            worker.submit(partial(_finish, [], self))",
         32,
     ),
 ]
