@@ -7,25 +7,14 @@ from typing import Any
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from tests.support.oracle import Run, build, groups, loss_of
+from tests.support.oracle import Run, build, groups
+from tests.support.oracle import backward as backward
 
 
 def wrapped(run: Run, **options: Any) -> tuple[nn.Module, LowLevelZeroOptimizer]:
     model = build(run)
     options = {"reduce_bucket_size": 50, **run.options, **options}
     return model, LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, **options)
-
-
-def backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, step: int, rank: int) -> None:
-    for micro in range(run.micro_batches):
-        loss = loss_of(model, run, step, micro, rank)
-        if run.no_sync and micro < run.micro_batches - 1:
-            with optimizer.no_sync():
-                optimizer.backward(loss)
-        elif run.bare:
-            loss.backward()
-        else:
-            optimizer.backward(loss)
 
 
 def train(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, steps: int, rank: int) -> None:

@@ -20,9 +20,14 @@ from torch import Tensor, nn
 
 from lowlevel_zero.plugin import LowLevelZeroPlugin
 from lowlevel_zero.plugin.host_accelerator import HostAccelerator
+from tests.support.checkpoints import check_same
+from tests.support.oracle import parameters_of
 
 with suppress(ImportError):  # ColossalAI's loggers use it where it is: imported here once, not in every rank
     importlib.import_module("rich.logging")
+
+
+check_equal = check_same
 
 
 class StandIn(HostAccelerator):
@@ -135,7 +140,7 @@ class Pair:
 
     def values(self) -> dict[str, Tensor]:
         """The model's parameters by name."""
-        return {name: p.detach().clone() for name, p in self.model.unwrap().named_parameters()}
+        return parameters_of(self.model.unwrap())
 
     def state(self) -> dict[str, Any]:
         """The whole optimizer state, masters included, as ColossalAI's files have it; all ranks call it."""
@@ -155,22 +160,6 @@ def boost(
     booster = Booster(plugin=make(**options))
     boosted, wrapped, *_ = booster.boost(model, optimizer(groups(model)))
     return Pair(booster, boosted, wrapped)
-
-
-def check_equal(expected: Any, got: Any, where: str = "state") -> None:
-    """Nested dicts and lists with bit-for-bit equal tensors."""
-    if isinstance(expected, Tensor):
-        assert torch.equal(expected, got), f"{where}: {(expected.double() - got.double()).abs().max()}"
-    elif isinstance(expected, dict):
-        assert expected.keys() == got.keys(), where
-        for key, value in expected.items():
-            check_equal(value, got[key], f"{where}.{key}")
-    elif isinstance(expected, list):
-        assert len(expected) == len(got), where
-        for at, value in enumerate(expected):
-            check_equal(value, got[at], f"{where}[{at}]")
-    else:
-        assert expected == got, where
 
 
 def check_close(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: float) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.oracle import Drop, Run, adamw, batch, build, groups
+from tests.support.several import told
 
 SHARES = 12  # of each batch: every world size here divides it, so that all see the same data
 BEFORE, AFTER = range(2), range(2, 4)  # steps before the save, in which layer 2 has no state yet, and after it
@@ -89,6 +89,12 @@ def differences(expected: Any, got: Any, tolerance: float = 0.0, at: str = "") -
     return [] if type(expected) is type(got) and expected == got else [f"{at}: {expected!r} and {got!r}"]
 
 
+def check_same(expected: Any, got: Any, at: str = "", tolerance: float = 0.0) -> None:
+    """Check that two nests of dicts, lists and tensors differ nowhere."""
+    found = differences(expected, got, tolerance, at)
+    assert not found, found
+
+
 def wait_for_pruning() -> None:
     """Return when no thread of any rank removes older checkpoints any more. Every rank calls it."""
     for thread in threading.enumerate():
@@ -97,17 +103,6 @@ def wait_for_pruning() -> None:
     dist.barrier()
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
+def logged() -> AbstractContextManager[list[str]]:
     """What the package logs within, as LEVEL: message."""
-    lines: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("lowlevel_zero")
-    handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
-    log.addHandler(handler)
-    before = log.level
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
+    return told(logging.INFO, levels=True)

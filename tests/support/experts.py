@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.internals import as_on_a_device
+from tests.support.oracle import parameters_of
 from tests.support.ranks import run_ranks
 
 EXPERTS = 4
@@ -234,7 +235,7 @@ def train_alone(run: Run) -> Trace:
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
-    return Trace({name: p.detach().clone() for name, p in model.named_parameters()}, gradients, norms, losses)
+    return Trace(parameters_of(model), gradients, norms, losses)
 
 
 class Trained(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.oracle import parameters_of
 from tests.support.ranks import run_cases
 
 # Batches that are trained on before and after what is done wrong.
@@ -100,9 +101,6 @@ class Work:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         else:
             self.optimizer.clip_grad_norm_(max_norm)
-
-    def values(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
 Doing = Callable[[Work], Any]
@@ -212,7 +210,7 @@ def _try_rank(rank: int, world_size: int, wrong: Wrong) -> dict[str, Tensor]:
     if not wrong.ends:
         work.optimizer.zero_grad()
         work.steps(*AFTER)
-    return work.values()
+    return parameters_of(work.model)
 
 
 def _plainly(wrong: Wrong, world_size: int) -> dict[str, Tensor]:
@@ -221,4 +219,4 @@ def _plainly(wrong: Wrong, world_size: int) -> dict[str, Tensor]:
     (wrong.must.plain or wrong.do)(work)
     work.optimizer.zero_grad()
     work.steps(*AFTER)
-    return work.values()
+    return parameters_of(work.model)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.judging import check_share
-from tests.support.oracle import Drop, Run, build, nothing, train_rank, train_sharded
+from tests.support.oracle import Drop, Run, build, nothing, parameters_of, train_rank, train_sharded
 from tests.support.ranks import Ran, run_cases, run_ranks
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -56,8 +56,7 @@ def trained(
 
 def masters_of(rank: int, world_size: int, run: Run) -> Masters:
     trained = train_rank(rank, world_size, run)
-    working = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
-    return trained.masters(), working, trained.norms
+    return trained.masters(), parameters_of(trained.model), trained.norms
 
 
 def joined(slices: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ Runs are SGD's with momentum: Adam hides gradients that are wrong by a factor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -141,7 +142,12 @@ def train_alone(run: Run) -> Result:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
+    return parameters_of(model), norms
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def emulate(run: Run) -> Result:
@@ -214,12 +220,7 @@ def train_rank(rank: int, world_size: int, run: Run) -> Trained:
     optimizer = LowLevelZeroOptimizer(run.optimizer(groups(model)), model=model, clip_grad_norm=clip, **run.options)
     norms = []
     for step in range(run.steps):
-        for micro in range(run.micro_batches):
-            if run.no_sync and micro < run.micro_batches - 1:
-                with optimizer.no_sync():
-                    _backward(optimizer, loss_of(model, run, step, micro, rank), run.bare)
-            else:
-                _backward(optimizer, loss_of(model, run, step, micro, rank), run.bare)
+        backward(optimizer, model, run, step, rank)
         by_hand = float(optimizer.clip_grad_norm_(run.clip)) if run.clip_by_hand else None
         optimizer.step()
         norms.append(optimizer.get_grad_norm() if by_hand is None else by_hand)
@@ -230,14 +231,16 @@ def train_rank(rank: int, world_size: int, run: Run) -> Trained:
 def train_sharded(rank: int, world_size: int, run: Run) -> Result:
     """A run as one rank of several: parameters and gradient norms."""
     model, _, norms = train_rank(rank, world_size, run)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
+    return parameters_of(model), norms
 
 
-def _backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, bare: bool) -> None:
-    if bare:
-        loss.backward()
-    else:
-        optimizer.backward(loss)
+def backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, run: Run, step: int, rank: int) -> None:
+    """Of all micro-batches of a step, on one rank."""
+    for micro in range(run.micro_batches):
+        waits = run.no_sync and micro < run.micro_batches - 1
+        with optimizer.no_sync() if waits else nullcontext():
+            loss = loss_of(model, run, step, micro, rank)
+            loss.backward() if run.bare else optimizer.backward(loss)
 
 
 def worst(expected: dict[str, Tensor], got: dict[str, Tensor]) -> tuple[float, str]:

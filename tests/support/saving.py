@@ -19,6 +19,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint, storage
+from tests.support.oracle import adamw as adamw
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Pair = tuple[nn.Module, LowLevelZeroOptimizer]
@@ -26,10 +27,6 @@ Pair = tuple[nn.Module, LowLevelZeroOptimizer]
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 class Keeping(nn.Module):

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.internals import with_and_without_detection
-from tests.support.numbers import trained
-from tests.support.oracle import check_close
+from tests.support.numbers import STAGES, trained
+from tests.support.oracle import check_close, parameters_of
 from tests.support.ranks import run_ranks
 
-STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 WAYS: dict[str, dict[str, Any]] = {"bare": {"bare": True}, "driven": {"bare": False}}
 BOTH: dict[str, dict[str, Any]] = {
     f"{stage}, {way}": {**STAGES[stage], **WAYS[way]} for stage, way in product(STAGES, WAYS)
@@ -83,10 +82,6 @@ class Together(Alone):
 
 Script = Callable[[Alone], nn.Module]
 """Trains with whichever side it is given, and returns the model."""
-
-
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 class Case(NamedTuple):

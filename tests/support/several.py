@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.support.ranks import run_cases
-
-Check = Callable[[int, int], None]
-"""Something that every rank does, given its rank and their number, and that raises where it finds a mistake."""
+from tests.support.cases import Check, check_each
 
 
 def check_all(checks: Iterable[Check], world_size: int, subtests: pytest.Subtests, **options: Any) -> None:
     """Each of ``checks`` on all ranks, in a subtest of its name; ``options`` are those of ``run_cases``."""
-    for (check,), ran in run_cases(_call, world_size, [(check,) for check in checks], **options):
-        with subtests.test(check.__name__):
-            ran.values()
-
-
-def _call(rank: int, world_size: int, check: Check) -> None:
-    check(rank, world_size)
+    check_each(subtests, world_size, checks, **options)
 
 
 def of_all(value: Any) -> list[Any]:
@@ -35,12 +26,12 @@ def of_all(value: Any) -> list[Any]:
 
 
 @contextmanager
-def told(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """The lines that the package logs in this process from here to the end."""
+def told(level: int = logging.WARNING, levels: bool = False) -> Iterator[list[str]]:
+    """The lines that the package logs in this process from here to the end; with their levels, if it is asked."""
     lines: list[str] = []
     logger = logging.getLogger("lowlevel_zero")
     handler, before = logging.Handler(level), logger.level
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(f"{record.levelname}: " * levels + record.getMessage())  # type: ignore
     logger.addHandler(handler)
     if level < logging.WARNING:
         logger.setLevel(level)

@@ -17,10 +17,9 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.unused_parameters import UnusedParameters
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.numbers import trained
-from tests.support.oracle import check_close
+from tests.support.oracle import check_close, parameters_of
 from tests.support.ranks import run_ranks
 
-STAGES: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {"partition_grad": True}}
 CALLS = ("driven", "bare")
 LAYERS = 6
 TIMEOUT = 30.0
@@ -189,10 +188,6 @@ def backward(optimizer: LowLevelZeroOptimizer, loss: Tensor, call: str) -> None:
 
 def detection_of(optimizer: LowLevelZeroOptimizer) -> UnusedParameters:
     return optimizer.sharded_groups[0].reducer._unused
-
-
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @contextmanager

@@ -12,7 +12,12 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.support.oracle import adamw as adamw
+from tests.support.oracle import parameters_of
+
 VOCABULARY, LENGTH = 31, 8
+
+weights = parameters_of
 
 
 @contextmanager
@@ -94,18 +99,9 @@ def sentences(number: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     """SGD, in which a wrong factor shows."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def gentle(parameters: Any) -> torch.optim.Optimizer:
