@@ -20,7 +20,7 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..partition import WholeSplit
 from ..sharded_group import ShardedGroup
 from ..state.boxes import Blocks, BoxedTensor, Shape, Spans, boxed
-from ..state.global_names import from_all_ranks, of_all_ranks, with_experts
+from ..state.global_names import with_experts
 from ..state.loading import (
     CLASS,
     MASTER,
@@ -33,7 +33,7 @@ from ..state.loading import (
     takes_master,
 )
 from ..state.nested import flattened, nested
-from ..state.values import is_slice, told_by_owner, told_states
+from ..state.values import is_slice, told_state
 from ..state.whole import scale_as_numbers, with_master
 from .saved import SavedCheckpoint
 
@@ -73,7 +73,7 @@ class ShardedState:
     is called, on all ranks.
 
     Attributes:
-        present: the names of the states that are tensors, masters among them, of all ranks' parameters that have some.
+        present: the names of the states that are tensors, masters among them, of all ranks' parameters.
     """
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
@@ -82,11 +82,7 @@ class ShardedState:
         self._optimizer = optimizer
         self._optim = optimizer.optim
         self._former: dict[ShardedParameter, State] = {}  # the states that ``load`` has replaced
-        store = optimizer.sharded_parameters
-        states = [{record: self._own_state(record) for record in records} for records in store.by_shard_group]
-        self._states = [
-            (own, told_by_owner(own, group.rank)) for own, group in zip(states, store.shard_groups, strict=True)
-        ]
+        self._told_here = {r: told_state(self._own_state(r)) for r in optimizer.sharded_parameters if r.owns_some}
 
     def meet(self, names: Mapping[Tensor, str]) -> None:
         """Exchange states that only some ranks have. Communicates where there are such states: all ranks call it.
@@ -95,32 +91,29 @@ class ShardedState:
         """
         store = self._optimizer.sharded_parameters
         self._records = {names[record.p]: record for record in store}
-        present: dict[str, list[str]] = {}
-        others: dict[str, State] = {}
-        told: dict[ShardedParameter, State] = {}
-        for (own, by_owner), group in zip(self._states, store.shard_groups, strict=True):
-            told.update(told_states(own, by_owner, group))
-        self._states.clear()  # a load replaces them
-        for name, record in self._records.items():
-            state = told[record]
-            present[name] = [key for key, value in state.items() if isinstance(value, Tensor)]
-            others[name] = {key: value for key, value in state.items() if key not in present[name]}
-        self._told = {record: state for record, state in told.items() if not record.owns_some}
-        number_of = {name: record.shard_group for name, record in self._records.items()}
-        self.present, self._others = of_all_ranks(store.shard_groups, number_of, present, others)
-        held = [[(names[p], store.shard_group_of(p)) for p in members] for members in store.groups]
+        own = {name: self._told_here[record] for name, record in self._records.items() if record.owns_some}
+        apart = {name for name, r in self._records.items() if r.shard_group or r.split.owner is not None}
+        own_names = [[names[p] for p in members] for members in store.groups]
         own_plans = [self._plan_of(group) for group in self._optimizer.sharded_groups]
-        own_names = [[name for name, _ in members] for members in held]
-        gathered = from_all_ranks(store.shard_groups, (own_names, own_plans)) or [(own_names, own_plans)]
-        plans = [plan for _, plans_of_rank in gathered for plan in plans_of_rank if plan is not None]
+        mine = {name: state for name, state in own.items() if name in apart}, own_names, own_plans
+        gathered = store.shard_groups[0].all_gather_object(mine) if apart or len(store.shard_groups) > 1 else [mine]
+        self._told = own
+        for told, _, _ in gathered:
+            self._told = told | self._told
+        self.present: dict[str, list[str]] = {}
+        self._others: dict[str, State] = {}
+        for name, state in self._told.items():
+            self.present[name] = [key for key, value in state.items() if isinstance(value, Tensor)]
+            self._others[name] = {key: value for key, value in state.items() if key not in self.present[name]}
+        plans = [plan for _, _, of_rank in gathered for plan in of_rank if plan is not None]
         self._plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]
         # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
         self._group_names = [
             with_experts(
-                [name for name, number in members if not number],
-                dict.fromkeys(tuple(names[at]) for names, _ in gathered),  # many ranks have the same
+                [names[p] for p in members if not store.shard_group_of(p)],
+                dict.fromkeys(tuple(of_rank[at]) for _, of_rank, _ in gathered),  # many ranks have the same
             )
-            for at, members in enumerate(held)
+            for at, members in enumerate(store.groups)
         ]
 
     def _own_state(self, record: ShardedParameter) -> State:
@@ -137,7 +130,7 @@ class ShardedState:
         """
         found: States = {}
         for name, record in self._records.items():
-            state = self._own_state(record) if record.owns_some else self._told[record]
+            state = self._own_state(record) if record.owns_some else self._told[name]
             for key, value in state.items():
                 if "." in key:
                     raise ValueError(f"{name}: expected states with no dot in their names, got {key!r}: rename it")

@@ -91,13 +91,10 @@ def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
 
 
 def told_by_owner(own: Mapping[ShardedParameter, State], rank: int) -> dict[int, State] | None:
-    """Return the states of parameters that ``rank`` owns, by index, as others hear of them; None if no rank owns one.
-
-    Tensors are on the meta device, but for numbers.
-    """
+    """Return the states that ``rank`` owns, by parameters' indices, as others hear of them; None: no rank owns one."""
     if all(record.split.owner is None for record in own):
         return None
-    return {record.index: tree_map(_told, own[record]) for record in own if record.split.owner == rank}
+    return {record.index: told_state(own[record]) for record in own if record.split.owner == rank}
 
 
 def told_states(
@@ -112,10 +109,16 @@ def told_states(
     return states
 
 
-def _told(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_like(value.detach(), device="meta") if value.dim() else value.detach().cpu()
+def told_state(state: State) -> State:
+    """Return a state as other ranks hear of it: its tensors are on the meta device, but for numbers."""
+
+    def told(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_like(value.detach(), device="meta") if value.dim() else value.detach().cpu()
+
+    whole: State = tree_map(told, state)
+    return whole
 
 
 def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
