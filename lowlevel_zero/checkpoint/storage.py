@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -19,8 +19,7 @@ from .manifest import MANIFEST, METADATA, Manifest
 from .plan import TENSORS, Share, metadata_of
 from .tensor_bytes import memory_of
 
-# Why an asynchronous save may find its ranks gone.
-ALONE = "destroy_process_group was called before all was written: call wait() first"
+_Told: TypeAlias = tuple[dict[str, FileSum], str | None]  # a rank's files, and its failure in words
 
 
 class CheckpointWriter:
@@ -50,7 +49,17 @@ class CheckpointWriter:
                 sums = self.write_share(claimed)
             except Exception as error:  # of whatever type, from the disk or torch: the others wait to learn of it
                 failed = error
-            self._settle(sums, failed)
+            try:
+                failure = self._outcome((sums, None if failed is None else self._told(failed)))
+            except Exception as lost:  # of whatever type: a peer has gone, or the process group has
+                told = lost_rank_error(lost, self._group, "writing") or f"{type(lost).__name__}: {lost}"
+                ended = " (destroy_process_group was called before all was written: call wait() first)"
+                hint = "" if dist.is_initialized() else ended
+                raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}") from lost
+            if failure is not None:
+                in_place = f": {NotSynced.__name__}: " in failure
+                how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
+                raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}") from failed
         finally:
             for each in claimed:
                 if self._rank == 0:
@@ -82,55 +91,38 @@ class CheckpointWriter:
                 file.write(content)
             return file.sync()
 
-    def _settle(self, sums: dict[str, FileSum], error: Exception | None) -> None:
-        """Publish the checkpoint on the first rank if all ranks have written; else raise on all. Communicates."""
-        try:
-            failure = self._outcome(sums, error)
-        except Exception as lost:  # of whatever type: a peer has gone, or the process group has
-            told = lost_rank_error(lost, self._group, "writing") or f"{type(lost).__name__}: {lost}"
-            hint = "" if dist.is_initialized() else f" ({ALONE})"
-            raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}") from lost
-        if failure is not None:
-            in_place = f": {NotSynced.__name__}: " in failure
-            how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
-            raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}") from error
-
-    def _outcome(self, sums: dict[str, FileSum], error: Exception | None) -> str | None:
-        """Publish if all ranks have written, and return the first failure, or None. Communicates."""
-        own = sums, None if error is None else self._told(error)
+    def _outcome(self, own: _Told) -> str | None:
+        """Publish the checkpoint if all ranks have written, and return the first failure, or None. Communicates."""
         if self._ranks == 1:
-            return self._publish_if_written([own])
+            return self._publish([own])
         told: list[Any] = [None] * self._ranks if self._rank == 0 else []
         first = dist.get_global_rank(self._group, 0)
         dist.gather_object(own, told or None, first, self._group)
-        outcome = [self._publish_if_written(told) if told else None]
+        outcome = [self._publish(told) if told else None]
         dist.broadcast_object_list(outcome, first, self._group)
         return outcome[0]
 
-    def _publish_if_written(self, told: Sequence[tuple[dict[str, FileSum], str | None]]) -> str | None:
-        """Publish the checkpoint if no rank has told of a failure, else return the first; the first rank calls it."""
-        failure = next((failure for _, failure in told if failure), None)
-        if failure is None:
+    def _publish(self, told: Sequence[_Told]) -> str | None:
+        """Write metadata and manifest, and rename the folder, unless a rank has failed; return the first failure."""
+        for _, failure in told:
+            if failure is not None:
+                return failure
+        try:
+            files = {name: each for sums, _ in told for name, each in sums.items()}
+            files[METADATA] = write_through(self._written / METADATA, metadata_of(self._share, self._ranks))
+            manifest = replace(self._manifest, files=files)
             try:
-                self._commit({name: each for sums, _ in told for name, each in sums.items()})
-            except Exception as error:  # of whatever type, as in write
-                failure = self._told(error)
-        return failure
+                manifest.check_files(self._written, verify=False)
+            except ValueError as error:
+                raise RuntimeError(f"{error}; seen from rank 0: all ranks must see the same file system") from error
+            write_through(self._written / MANIFEST, manifest.to_text().encode())
+            publish(self._written, self._path)
+        except Exception as error:  # of whatever type, as in write
+            return self._told(error)
+        return None
 
     def _told(self, error: Exception) -> str:
         return f"rank {self._rank}: {type(error).__name__}: {error}"
-
-    def _commit(self, sums: dict[str, FileSum]) -> None:
-        """Write the metadata and the manifest, and rename the folder to its place; the first rank calls it."""
-        content = metadata_of(self._share, self._ranks)
-        files = {**sums, METADATA: write_through(self._written / METADATA, content)}
-        manifest = replace(self._manifest, files=files)
-        try:
-            manifest.check_files(self._written, verify=False)
-        except ValueError as error:
-            raise RuntimeError(f"{error}; seen from rank 0: all ranks must see the same file system") from error
-        write_through(self._written / MANIFEST, manifest.to_text().encode())
-        publish(self._written, self._path)
 
 
 def write_through(path: Path, content: bytes) -> FileSum:
