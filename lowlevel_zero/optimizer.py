@@ -37,8 +37,8 @@ from .diagnostics.settings import Settings
 from .diagnostics.untrained import Untrained
 from .experts.assignment import data_parallel_group
 from .gradients.calls import Calls
-from .gradients.dispatch import make_handles
 from .gradients.of_optimizer import OptimizerGradients
+from .gradients.sharded_gradient import make_handles
 from .lives import alive, let_go, refuse_wrapped, register, retire_former
 from .loss_scaler import LossScaler
 from .offload.step_on_host import StepOnHost

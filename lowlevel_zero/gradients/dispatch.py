@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..bookkeeping.gradient_store import Edit, GradientStore
-from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
 from . import refusals
 from .of_optimizer import Change, OptimizerGradients
-from .operations import (
-    Args,
-    Keywords,
-    Kind,
-    Performer,
-    mapped,
-    name_of,
-    number_in,
-    performs,
-    tensors_in,
-    written_arguments,
-)
-from .sharded_gradient import ShardedGradient, Wholes
+from .operations import Args, Keywords, mapped, name_of, number_in, tensors_in, written_arguments
+
+if TYPE_CHECKING:
+    from .sharded_gradient import ShardedGradient, Wholes
+
+# It is called with an operator and its arguments.
+Performer: TypeAlias = Callable[[Any, Args, Keywords], Any]
 
 _SHOWN = 4  # numbers of a list in a message
 
 
-def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
-    """Make the ``ShardedGradient`` objects that records show as ``p.grad`` and ``p32.grad``."""
-    for record in records:
-        record.handle = ShardedGradient(record, record.p, gradients)
-        record.slice_handle = ShardedGradient(record, record.p32, gradients)
-
-
-def is_sharded(value: object) -> TypeGuard[ShardedGradient]:
-    """Return whether a value is a ``ShardedGradient``."""
-    return isinstance(value, ShardedGradient)
+def _is_sharded(value: object) -> TypeGuard[ShardedGradient]:
+    return isinstance(value, Handle)  # of which ``ShardedGradient``, which imports this file, is the subclass
 
 
 # ---- whole gradients ----
@@ -49,23 +35,21 @@ def is_sharded(value: object) -> TypeGuard[ShardedGradient]:
 
 def _whole(value: Any, wholes: Wholes) -> Any:
     """Return arguments with each sharded gradient replaced by the gathered, whole one. Communicates."""
-    return mapped(lambda each: each.whole_in(wholes) if is_sharded(each) else each, value)
+    return mapped(lambda each: each.whole_in(wholes) if _is_sharded(each) else each, value)
 
 
-@performs(Kind.READ)
 def _read(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Gather whole gradients, and call the operator on them. Communicates."""
     wholes: Wholes = {}
     return func(*_whole(args, wholes), **_whole(kwargs, wholes))
 
 
-@performs(Kind.WRITE)
 def _write(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Gather whole gradients, call the operator on them, and write the changes to this rank's slices. Communicates."""
     wholes: Wholes = {}
     given, keywords = _whole(args, wholes), _whole(kwargs, wholes)
     written = list(zip(_written(func, args, kwargs), _written(func, given, keywords), strict=True))
-    before = {each.root(): wholes[each.root()].clone() for each, _ in written if is_sharded(each)}
+    before = {each.root(): wholes[each.root()].clone() for each, _ in written if _is_sharded(each)}
     results = func(*given, **keywords)
     for root, earlier in before.items():
         root.write_changes(earlier, wholes[root], _edit_text(func, args, kwargs))
@@ -85,33 +69,30 @@ def _note_history(written: Iterable[ShardedGradient], args: Args, kwargs: Keywor
             each.note_history()
 
 
-@performs(Kind.LIKE)
 def _like(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Call the operator on stand-ins, since it reads shape and dtype alone. Doesn't communicate."""
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        shape, strides = tensor.shape, tensor.stride()
-        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-
-    return func(*mapped(lambda each: stand_in(each) if is_sharded(each) else each, args), **kwargs)
+    return func(*mapped(lambda each: _empty(each, each.device) if _is_sharded(each) else each, args), **kwargs)
 
 
-# ---- views ----
+def _empty(like: Tensor, device: torch.device | str) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
-@performs(Kind.VIEW)
 def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Return views of a sharded gradient, through which reads and writes go to it. Doesn't communicate."""
     of = args[0]
-    if not is_sharded(of):
+    if not _is_sharded(of):
         return _read(func, args, kwargs)
-    meta = torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device="meta")
-    likes = func(meta, *args[1:], **kwargs)
+
+    def look(whole: Tensor) -> Any:
+        return func(whole, *args[1:], **kwargs)
+
+    likes = look(_empty(of, "meta"))
     if isinstance(likes, Tensor):
-        return of.viewed(likes, lambda whole: func(whole, *args[1:], **kwargs))
+        return of.viewed(likes, look)
 
     def one(at: int, whole: Tensor) -> Any:
-        return func(whole, *args[1:], **kwargs)[at]
+        return look(whole)[at]
 
     return [of.viewed(like, partial(one, at)) for at, like in enumerate(likes)]
 
@@ -119,12 +100,16 @@ def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
 # ---- this rank's slices ----
 
 
-@performs(Kind.ELEMENTS)
+def _targets(args: Args) -> tuple[bool, Sequence[Tensor], list[ShardedGradient]]:
+    """Return whether the first argument is a list, its tensors, and the sharded gradients among them."""
+    listed = isinstance(args[0], (list, tuple))
+    targets = args[0] if listed else args[:1]
+    return listed, targets, [each for each in targets if _is_sharded(each)]
+
+
 def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Finish reductions, and write each element by itself, on this rank's slices alone. Communicates."""
-    listed = isinstance(args[0], (list, tuple))
-    targets: Sequence[Tensor] = args[0] if listed else args[:1]
-    sharded = [each for each in targets if is_sharded(each)]
+    listed, targets, sharded = _targets(args)
     beside = [*args[1:], *kwargs.values()]
     if not sharded:
         return _read(func, args, kwargs)
@@ -136,7 +121,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
     plain = []
     for at, target in enumerate(targets):
         mine = [_at(at, each, len(targets)) for each in args[1:]] if listed else args[1:]
-        if is_sharded(target):
+        if _is_sharded(target):
             record, gradients = _edited(target)
             parts, keywords = (mapped(partial(_part, target, record), each) for each in (mine, kwargs))
             edit = partial(_edit, func, listed, parts, keywords)
@@ -164,7 +149,7 @@ def _edited(target: ShardedGradient) -> tuple[ShardedParameter, OptimizerGradien
 def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> Tensor:
     """Return the part of an argument beside this rank's slice of ``target``. May finish reductions, or gather."""
     start, stop = record.split.span(record.rank)
-    if is_sharded(value):
+    if _is_sharded(value):
         if value.is_of_slice == target.is_of_slice and _is_split_alike(record, value):
             return value.to_local()[: stop - start]
         value = value.whole_in({})
@@ -198,7 +183,7 @@ def _edit_text(func: Any, args: Args, kwargs: Keywords) -> str:
     Three digits are enough to tell ranks whose numbers differ, as of ``max_norm``, and let them differ by rounding.
     Numbers that a rank writes to its slice, by ``p32.grad``, may differ.
     """
-    if any(is_sharded(each) and each.is_of_slice for each in tensors_in(args)):
+    if any(_is_sharded(each) and each.is_of_slice for each in tensors_in(args)):
         return name_of(func)
     lists = (each if isinstance(each, (list, tuple)) else [each] for each in (*args[1:], *kwargs.values()))
     numbers = [f"{number:.3g}" for each in chain.from_iterable(lists) if (number := number_in(each)) is not None]
@@ -217,13 +202,11 @@ def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient
     return None if isinstance(args[0], (list, tuple)) else args[0]
 
 
-@performs(Kind.SCALE)
 def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Multiply or divide gradients by one number, for a whole bucket without a kernel if possible. Communicates."""
-    targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    sharded = [each for each in targets if is_sharded(each)]
+    _, _, sharded = _targets(args)
     factor = args[1]
-    one = factor.numel() == 1 and not is_sharded(factor) if isinstance(factor, Tensor) else factor != 0
+    one = factor.numel() == 1 and not _is_sharded(factor) if isinstance(factor, Tensor) else factor != 0
     if kwargs or not one or not sharded or any(each.live() is None for each in sharded):
         return _by_elements(func, args, kwargs)
     factor = factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
@@ -231,20 +214,18 @@ def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     return _change_together(func, args, kwargs, partial(GradientStore.multiply, factor=factor))
 
 
-@performs(Kind.ZERO)
 def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Finish reductions, and make gradients zeros. Communicates."""
-    if any(is_sharded(each) and each.live() is None for each in tensors_in(args)):
+    if any(_is_sharded(each) and each.live() is None for each in tensors_in(args)):
         return _write(func, args, kwargs)
     return _change_together(func, args, kwargs, GradientStore.zero)
 
 
 def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) -> Any:
     """Apply ``change`` to the gradients that an operator writes to, once for each optimizer. Communicates."""
-    targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    sharded = [each for each in targets if is_sharded(each)]
+    _, targets, sharded = _targets(args)
     if len(sharded) < len(targets):
-        func([each for each in targets if not is_sharded(each)], *args[1:])
+        func([each for each in targets if not _is_sharded(each)], *args[1:])
     for gradients, records in _by_optimizer(sharded).items():
         gradients.change(records, _edit_text(func, args, kwargs), change)
     return _finish_edit(args, kwargs, sharded)
@@ -262,13 +243,11 @@ def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients
 # ---- norms ----
 
 
-@performs(Kind.NORM)
 def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Return norms of whole gradients from one collective; norms along dimensions gather gradients. Communicates."""
     given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
     order, dtype = float(given.get("ord", 2)), given.get("dtype")
-    targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    sharded = [each for each in targets if is_sharded(each)]
+    listed, targets, sharded = _targets(args)
     if given.get("dim") is not None or given.get("keepdim") or not order > 0 or not all(map(_is_current, sharded)):
         return _read(func, args, kwargs)
     norms: dict[ShardedParameter, Tensor] = {}
@@ -276,42 +255,66 @@ def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
         norms |= zip(records, gradients.norms(records, order), strict=True)
     ours = (norms[_edited(each)[0]] for each in sharded)
     ours = ours if dtype is None else (norm.to(dtype) for norm in ours)
-    if not isinstance(args[0], (list, tuple)):
+    if not listed:
         return next(ours)
-    plain = [each for each in targets if not is_sharded(each)]
+    plain = [each for each in targets if not _is_sharded(each)]
     others = iter(func(plain, *args[1:], **kwargs) if plain else ())
-    return [next(ours if is_sharded(each) else others) for each in targets]
+    return [next(ours if _is_sharded(each) else others) for each in targets]
 
 
 def _is_current(tensor: ShardedGradient) -> bool:
     return tensor.live() is not None and tensor.is_current
 
 
-# ---- the rest ----
-
-
-@performs(Kind.DETACH)
-def _detach(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Return a detached gradient, which keeps the present values of this rank's slice."""
-    return args[0].detached()
-
-
-@performs(Kind.DETACH_IN_PLACE)
-def _detach_in_place(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Return the gradient itself, which has no graph."""
-    return args[0]
+# ---- which function performs an operator ----
 
 
 def _refusing(refusal: refusals.Refusal) -> Performer:
     """Return a performer that raises ``refusal`` for the first gradient among an operator's arguments."""
 
     def refuse(func: Any, args: Args, kwargs: Keywords) -> Any:
-        first = next(each for each in tensors_in((args, kwargs)) if is_sharded(each))
+        first = next(each for each in tensors_in((args, kwargs)) if _is_sharded(each))
         raise refusal(first.name_of_parameter, name_of(func))
 
     return refuse
 
 
-performs(Kind.MEMORY)(_refusing(refusals.RESHAPING))
-performs(Kind.COLLECTIVE)(_refusing(refusals.COLLECTIVE))
-performs(Kind.SCALER)(_refusing(refusals.SCALER))
+_aten = torch.ops.aten
+_NAMED: dict[Any, Performer] = {
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norm,
+    _aten.zero_.default: _zero,
+    _aten._foreach_zero_.default: _zero,
+    _aten.detach.default: lambda func, args, kwargs: args[0].detached(),
+    _aten.detach_.default: lambda func, args, kwargs: args[0],
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _refusing(refusals.SCALER),
+}
+for _in_place in (_aten.mul_, _aten.div_, _aten._foreach_mul_, _aten._foreach_div_):
+    _NAMED |= {_in_place.Scalar: _scale, _in_place.Tensor: _scale}
+# Operators that write each element by itself, and that not every version of torch tags as pointwise.
+_BY_ELEMENTS = {"copy_", "fill_", "masked_fill_", "abs_"}
+
+
+def perform(func: Any, args: Args, kwargs: Keywords) -> Any:
+    """Perform an operator on sharded gradients by the function of its kind."""
+    return _performer(func)(func, args, kwargs)
+
+
+@cache
+def _performer(func: Any) -> Performer:
+    """Return the function that performs an operator, from a table, or else by its tags and schema."""
+    if func in _NAMED:
+        return _NAMED[func]
+    if "c10d" in func.namespace:
+        return _refusing(refusals.COLLECTIVE)
+    if torch.Tag.inplace_view in func.tags:
+        return _refusing(refusals.RESHAPING)
+    if func.is_view:
+        return _view
+    name, written = name_of(func), written_arguments(func)
+    if func.namespace == "aten" and (name.endswith("_like") or name.startswith("new_")):
+        return _like
+    if not written:
+        return _read
+    elements = torch.Tag.pointwise in func.tags or name in _BY_ELEMENTS or name.startswith("_foreach_")
+    return _by_elements if elements and written == ((0, "self"),) else _write

@@ -17,7 +17,7 @@ slice. Norms of it are the whole gradient's, so that clipping over either is tha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -30,8 +30,9 @@ from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
 from ..bookkeeping.step_state import refuse_compiled
 from . import refusals
+from .dispatch import perform
 from .of_optimizer import OptimizerGradients
-from .operations import Args, Keywords, name_of, perform, tensors_in
+from .operations import Args, Keywords, name_of, tensors_in
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +42,22 @@ if TYPE_CHECKING:
 Wholes: TypeAlias = "dict[ShardedGradient, Tensor]"
 
 _ADD_, _ADD = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
+
+
+def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
+    """Make the ``ShardedGradient`` objects that records show as ``p.grad`` and ``p32.grad``."""
+    for record in records:
+        record.handle = ShardedGradient(record, record.p, gradients)
+        record.slice_handle = ShardedGradient(record, record.p32, gradients)
+
+
+def _without_memory(method: str) -> Any:
+    """Return a method that raises ``RuntimeError``: a sharded gradient has no memory."""
+
+    def refuse(self: ShardedGradient, *_: Any, **__: Any) -> NoReturn:
+        raise refusals.MEMORY(self.name_of_parameter, method)
+
+    return refuse
 
 
 class ShardedGradient(Handle):
@@ -63,10 +80,10 @@ class ShardedGradient(Handle):
 
     @staticmethod
     def __new__(cls, record: ShardedParameter, like: Tensor, gradients: OptimizerGradients) -> Self:
-        return cls._without_memory(like, like.device)
+        return cls._made(like, like.device)
 
     @classmethod
-    def _without_memory(cls, like: Tensor, device: torch.device) -> Self:
+    def _made(cls, like: Tensor, device: torch.device) -> Self:
         """Return a tensor of ``like``'s shape and strides without memory, whose data pointer raises."""
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
@@ -143,21 +160,9 @@ class ShardedGradient(Handle):
             raise refusals.CONVERSION(self.name_of_parameter, value.dtype, value.device)
         raise refusals.DATA(self.name_of_parameter)
 
-    def data_ptr(self) -> int:
-        """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.MEMORY(self.name_of_parameter, "data_ptr()")
-
-    def storage(self) -> NoReturn:
-        """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.MEMORY(self.name_of_parameter, "storage()")
-
-    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.MEMORY(self.name_of_parameter, "dlpack")
-
-    def __dlpack_device__(self) -> NoReturn:
-        """Raise ``RuntimeError``: a sharded gradient has no memory."""
-        raise refusals.MEMORY(self.name_of_parameter, "dlpack")
+    data_ptr = _without_memory("data_ptr()")
+    storage = _without_memory("storage()")
+    __dlpack__ = __dlpack_device__ = _without_memory("dlpack")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise ``RuntimeError``: a sharded gradient can't be pickled."""
@@ -251,7 +256,7 @@ class DetachedGradient(ShardedGradient):
 
     @staticmethod
     def __new__(cls, of: ShardedGradient) -> Self:
-        return cls._without_memory(of, of.device)
+        return cls._made(of, of.device)
 
     def __init__(self, of: ShardedGradient) -> None:
         self._follow(of)
@@ -304,7 +309,7 @@ class ViewOfGradient(ShardedGradient):
 
     @staticmethod
     def __new__(cls, of: ShardedGradient, like: Tensor, look: Callable[[Tensor], Tensor]) -> Self:
-        return cls._without_memory(like, of.device)
+        return cls._made(like, of.device)
 
     def __init__(self, of: ShardedGradient, like: Tensor, look: Callable[[Tensor], Tensor]) -> None:
         self._follow(of)
