@@ -50,45 +50,62 @@ _OWNED_DIFFER = (
 )
 
 
+class _Trial(NamedTuple):
+    """Parameters that fresh optimizers step, and the parts of them that others step, which must come out the same.
+
+    There are as many parameters of each kind. With ``drops`` every second one has no gradient in one step.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    gradients: Gradients
+    cut: Callable[[Tensor], Tensor] | None = None  # returns the slice of a tensor; None: two ranks own parameters
+    drops: bool = False
+
+
 def probe_elements(optimizer: Optimizer, dtypes: Collection[torch.dtype] = ()) -> str | None:
     """Compare slices with whole parameters under fresh optimizers, and describe a difference; None: they are equal.
 
     If it can't be tried, the result says why. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer``
     and random number generators stay unchanged.
     """
-    return _tried(_of_slices, optimizer) or _of_dtypes(_of_last_slices, optimizer, dtypes)
+    outward, inward = partial(_growing, noise=1.0, inward=-1), partial(_growing, noise=0.1, inward=1)
+    small = _Trial(_SMALL, _lasting, _last_slice)
+    # Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
+    large = [_Trial(_SHAPES, each, _first_slice) for each in (_lasting, _orthogonal, outward, inward)]
+    return _tried(optimizer, *large, small) or _of_dtypes(optimizer, small, dtypes)
 
 
 def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
     """Compare parameters that two ranks own with ones stepped together, and describe a difference; None: equal.
 
-    Each rank steps the parameters that it owns, with nothing in the place of the others. The parameters have these
+    Each rank steps the parameters that it owns, with nothing in the place of the others. There are two of each of these
     numbers of dimensions. Some have no gradient in one step, unless the class can't step so at all. Else as
     ``probe_elements``.
     """
-    without_drops = partial(_of_owned, dims=dims)
+    trial = _Trial([shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])], _lasting)
     try:
-        with undisturbed():
-            refuse_communication(optimizer)
-            found = _of_owned(optimizer, dims, drops=True)
+        found = _difference(optimizer, trial._replace(drops=True))
     except NoProbe:
-        found = _tried(without_drops, optimizer)
-    return found or _of_dtypes(without_drops, optimizer, dtypes)
+        found = _tried(optimizer, trial)
+    return found or _of_dtypes(optimizer, trial, dtypes)
 
 
-def _tried(difference: Callable[[Optimizer], str | None], optimizer: Optimizer) -> str | None:
-    """Return the difference that a trial of the optimizer finds, or why it could not be tried; None for none."""
+def _difference(optimizer: Optimizer, *trials: _Trial) -> str | None:
+    """Return the first difference that trials of the optimizer find, or None; raise ``NoProbe`` if they can't run."""
+    with undisturbed():
+        refuse_communication(optimizer)
+        return next(filter(None, (_Comparison(optimizer, each).difference() for each in trials)), None)
+
+
+def _tried(optimizer: Optimizer, *trials: _Trial) -> str | None:
+    """Return the first difference that trials of the optimizer find, or why they can't run; None for none."""
     try:
-        with undisturbed():
-            refuse_communication(optimizer)
-            return difference(optimizer)
+        return _difference(optimizer, *trials)
     except NoProbe as failure:
         return f"it could not be tried ({failure})"
 
 
-def _of_dtypes(
-    difference: Callable[..., str | None], optimizer: Optimizer, dtypes: Collection[torch.dtype]
-) -> str | None:
+def _of_dtypes(optimizer: Optimizer, trial: _Trial, dtypes: Collection[torch.dtype]) -> str | None:
     """Return the first difference in one of ``dtypes``, for which some classes have other rules, or None.
 
     One that can't be tried, as where numbers are too large for fp16, tells nothing.
@@ -96,41 +113,12 @@ def _of_dtypes(
     for dtype in dtypes:
         with suppress(NoProbe), undisturbed():
             before = torch.get_rng_state()
-            found = difference(optimizer, dtype=dtype)
+            found = _Comparison(optimizer, trial, dtype).difference()
             if found is not None:
                 return f"in {dtype}, {found}"
             if not torch.equal(before, torch.get_rng_state()):  # a rounding that is drawn isn't told from any other
                 return f"it draws random numbers for {dtype}"
     return None
-
-
-def _of_slices(optimizer: Optimizer) -> str | None:
-    """Compare slices with whole parameters under several kinds of gradients; describe the first difference, or None.
-
-    Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
-    """
-    outward, inward = partial(_growing, noise=1.0, inward=-1), partial(_growing, noise=0.1, inward=1)
-    for gradients in (_lasting, _orthogonal, outward, inward):
-        found = _Comparison(optimizer, _SHAPES, _first_slice).difference(gradients)
-        if found is not None:
-            return found
-    return _of_last_slices(optimizer)
-
-
-def _of_last_slices(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> str | None:
-    """Compare the last rank's slices of small parameters with the whole ones, and describe a difference, or None."""
-    return _Comparison(optimizer, _SMALL, _last_slice, dtype).difference(_lasting)
-
-
-def _of_owned(
-    optimizer: Optimizer, dims: Sequence[int], drops: bool = False, dtype: torch.dtype = torch.float32
-) -> str | None:
-    """Compare parameters that two ranks own, two of each number of dimensions, with ones that are stepped together.
-
-    With ``drops`` a rank's parameters have no gradients in one step.
-    """
-    shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
-    return _Comparison(optimizer, shapes, dtype=dtype).difference(_lasting, drops)
 
 
 # ---- comparisons ----
@@ -166,24 +154,12 @@ def _owned(part: _Part, rank: int) -> _Part:
 
 
 class _Comparison:
-    """Parameters under one fresh optimizer, and parts of them under others, which are stepped by the same gradients.
+    """The parameters of a trial under one fresh optimizer, and parts of them under others, with the same gradients."""
 
-    Args:
-        optimizer: the optimizer whose class is tried.
-        shapes: the shapes of the parameters; there are as many of each kind.
-        cut: returns the slice of a tensor; None: the parts are the halves that two ranks own.
-        dtype: the dtype of the parameters.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        shapes: Sequence[tuple[int, ...]],
-        cut: Callable[[Tensor], Tensor] | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self._dtype, self._generator, kinds = dtype, torch.Generator().manual_seed(0), kinds_to_try(optimizer)
-        self._starts = [(0.02 * _randn(shape, self._generator)).to(dtype) for _ in kinds for shape in shapes]
+    def __init__(self, optimizer: Optimizer, trial: _Trial, dtype: torch.dtype = torch.float32) -> None:
+        self._trial, self._dtype = trial, dtype
+        self._generator, kinds = torch.Generator().manual_seed(0), kinds_to_try(optimizer)
+        self._starts = [(0.02 * _randn(shape, self._generator)).to(dtype) for _ in kinds for shape in trial.shapes]
 
         def part(cut: Callable[[Tensor], Tensor] | None = None) -> _Part:
             values = self._starts if cut is None else map(cut, self._starts)
@@ -191,30 +167,28 @@ class _Comparison:
             return _Part(twin(optimizer, kinds, params), params, cut=cut)
 
         self._whole = part()
-        self._parts = [_owned(part(), rank) for rank in range(2)] if cut is None else [part(cut)]
+        self._parts = [part(trial.cut)] if trial.cut else [_owned(part(), rank) for rank in range(2)]
         self._optimizers = [each.optimizer for each in (self._whole, *self._parts)]
         self._unlike: list[str | None] = []
 
-    def difference(self, gradients: Gradients, drops: bool = False) -> str | None:
-        """Step from the start, and then late in a run, and describe a difference, or None.
-
-        With ``drops`` every second parameter has no gradient in one step.
-        """
-        self._run(gradients, drops=drops)
+    def difference(self) -> str | None:
+        """Step from the start, and then late in a run, and describe a difference, or None."""
+        self._run(drops=self._trial.drops)
         found = self._found()
         if found is None:
             with suppress(Exception):  # of counters that stand for more than a number of steps
                 before = [[float(value) for *_, value in _numbers(each)] for each in self._optimizers]
-                self._run(gradients, 1)
+                self._run(1)
                 for each, numbers in zip(self._optimizers, before, strict=True):
                     _skip_ahead(each, numbers)
-                self._run(gradients, _LATER)
+                self._run(_LATER)
                 found = self._found()
         return found
 
-    def _run(self, gradients: Gradients, steps: int | None = None, drops: bool = False) -> None:
+    def _run(self, steps: int | None = None, drops: bool = False) -> None:
         """Step all parameters and parts, and compare the settings of param groups in the first steps."""
-        for number, each in enumerate(islice(gradients(self._whole.params, self._generator), steps)):
+        sequence = self._trial.gradients(self._whole.params, self._generator)
+        for number, each in enumerate(islice(sequence, steps)):
             lacking = drops and number == _LACKING
             grads = [None if lacking and at % 2 else grad.to(self._dtype) for at, grad in enumerate(each)]
             for part in (self._whole, *self._parts):
@@ -224,14 +198,14 @@ class _Comparison:
 
     def _found(self) -> str | None:
         """Describe a parameter, state or setting that isn't alike in the whole and its parts, or return None."""
-        whole = self._whole
+        whole, cut = self._whole, self._trial.cut
         for part in self._parts:
             of_whole = (whole.params[part.places], self._starts[part.places], part.of(whole.params))
             for param, start, expected, own in zip(*of_whole, part.params, strict=True):
                 gap = _gap(expected, own, param, start)
                 if gap is not None:
-                    return (_SLICES_DIFFER if part.cut else _OWNED_DIFFER).format(tuple(param.shape), gap)
-        states = _states_apart((*self._parts, whole)) if self._parts[0].cut else _states_of_some(whole)
+                    return (_SLICES_DIFFER if cut else _OWNED_DIFFER).format(tuple(param.shape), gap)
+        states = _states_apart((*self._parts, whole)) if cut else _states_of_some(whole)
         key = next(filter(None, self._unlike), None)
         setting = f"it sets {key!r} of its param groups, which wouldn't be alike on all ranks" if key else None
         return states or _wrong_state(whole.optimizer) or setting
@@ -353,21 +327,19 @@ def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[
 
 
 def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield gradients that are nearly orthogonal to the weights, row by row; the first one is random.
+    """Yield gradients that have ``_ALONG`` of their size in the weights' direction, row by row; the first is random.
 
     AdamP and SGDP remove the part that is parallel to the weights (Heo et al., 2021).
     """
-    for number in range(len(_SIZES)):
-        yield [_randn(w.shape, generator) if number == 0 else _across(w.detach(), generator) for w in weights]
-
-
-def _across(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a random gradient that has ``_ALONG`` of its size in the weight's direction, in each row."""
-    rows, noise = weight.flatten(1), _randn(weight.shape, generator).flatten(1)
-    unit = rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    across: Tensor = noise - (noise * unit).sum(1, keepdim=True) * unit
-    across.add_(unit * torch.linalg.vector_norm(across, dim=1, keepdim=True), alpha=_ALONG)
-    return across.view(weight.shape)
+    yield [_randn(weight.shape, generator) for weight in weights]
+    for _ in _SIZES[1:]:
+        grads = []
+        for weight in weights:
+            rows, noise = weight.detach().flatten(1), _randn(weight.shape, generator).flatten(1)
+            unit = torch.nn.functional.normalize(rows)
+            across = noise - (noise * unit).sum(1, keepdim=True) * unit
+            grads.append((across + _ALONG * unit * across.norm(dim=1, keepdim=True)).view(weight.shape))
+        yield grads
 
 
 def _growing(
