@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..communication.shard_group import ShardGroup
 from ..partition import END_TO_END, Alignment, Split, alignment_of
@@ -43,14 +43,19 @@ class PlannedBucket:
     position: int  # in the plan; buckets start in this order on every rank
     members: tuple[int, ...]  # indices of the parameters, in the buffer's order
     sizes: tuple[int, ...]  # the members' slice sizes
-    row: int  # columns of the buffer
     in_place: bool = False  # the one member is reduced straight from its gradient
     fp8: bool = False  # it travels in fp8
+    alignment: Alignment = END_TO_END  # of its row
 
     @cached_property
     def body(self) -> int:
         """Return the number of columns that the slices take."""
         return sum(self.sizes)
+
+    @cached_property
+    def row(self) -> int:
+        """Return the number of columns of the buffer."""
+        return self.alignment.padded(self.body)
 
     @property
     def starts(self) -> list[int]:
@@ -58,12 +63,8 @@ class PlannedBucket:
         return list(accumulate(self.sizes, initial=0))[:-1]
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """Buckets in their order, and the bucket of each parameter; -1 for a parameter that is empty or left out."""
-
-    buckets: tuple[PlannedBucket, ...]
-    bucket_of: tuple[int, ...]
+# Buckets in their order. Empty parameters have none.
+BucketPlan: TypeAlias = tuple[PlannedBucket, ...]
 
 
 def make_plan(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> BucketPlan:
@@ -73,7 +74,7 @@ def make_plan(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> 
     bucket is alone in its own. Kinds fill side by side: alternating dtypes don't cut buckets short.
     """
     groups = _fill(items, order, bucket_size)
-    return _finished([_bucket(at, group, items, bucket_size) for at, group in enumerate(groups)], len(items))
+    return tuple(_bucket(at, group, items, bucket_size) for at, group in enumerate(groups))
 
 
 def completed(came: Sequence[int], count: int) -> list[int]:
@@ -88,25 +89,15 @@ def completed(came: Sequence[int], count: int) -> list[int]:
     return order
 
 
-def narrowed(plan: BucketPlan, used: Sequence[int], alignments: Sequence[Alignment]) -> BucketPlan:
+def narrowed(plan: BucketPlan, used: Sequence[int]) -> BucketPlan:
     """Return ``plan`` without the parameters that no rank uses, which have 0 in ``used``, and without empty buckets."""
     buckets: list[PlannedBucket] = []
-    for bucket in plan.buckets:
+    for bucket in plan:
         kept = [(index, size) for index, size in zip(bucket.members, bucket.sizes, strict=True) if used[index]]
         if kept:
             members, sizes = zip(*kept, strict=True)
-            row = alignments[members[0]].padded(sum(sizes))
-            buckets.append(replace(bucket, position=len(buckets), members=members, sizes=sizes, row=row))
-    return _finished(buckets, len(plan.bucket_of))
-
-
-def _finished(buckets: list[PlannedBucket], count: int) -> BucketPlan:
-    """Return the plan of these buckets, for ``count`` parameters."""
-    bucket_of = [-1] * count
-    for bucket in buckets:
-        for index in bucket.members:
-            bucket_of[index] = bucket.position
-    return BucketPlan(tuple(buckets), tuple(bucket_of))
+            buckets.append(replace(bucket, position=len(buckets), members=members, sizes=sizes))
+    return tuple(buckets)
 
 
 def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list[list[int]]:
@@ -134,10 +125,10 @@ def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size:
     """Return the bucket of these items; it is reduced in place if one large parameter without padding fills it."""
     first = items[group[0]]
     sizes = tuple(items[index].split.slice_size for index in group)
-    row = first.alignment.padded(sum(sizes))
     alone = len(group) == 1 and first.split.numel >= first.split.room(bucket_size)
-    fits = first.whole and sizes[0] * first.split.rows == first.split.numel and row == sizes[0]
-    return PlannedBucket(position, tuple(group), sizes, row, alone and fits, first.fp8)
+    planned = PlannedBucket(position, tuple(group), sizes, fp8=first.fp8, alignment=first.alignment)
+    fits = first.whole and planned.row * first.split.rows == first.split.numel
+    return replace(planned, in_place=alone and fits)
 
 
 class PlanState(NamedTuple):
@@ -157,7 +148,7 @@ class LearntPlan:
     _group: ShardGroup  # the ranks that share them
     _bucket_size: int  # elements of a bucket
     _wide_rows: bool  # pad rows for NCCL's bandwidth
-    whole: BucketPlan = BucketPlan((), ())  # the buckets of all parameters
+    whole: BucketPlan = ()  # the buckets of all parameters
     known: bool = False  # the order is that of rank 0's first backward
     order: list[int] = field(default_factory=list)  # the parameters whose gradients came in it, then the others
     came: int = 0  # how many came
@@ -190,10 +181,9 @@ class LearntPlan:
         order: Sequence[int] = self.order if self.known else range(count)[::-1]
         if self.known and detecting:
             order = completed(self.order[: self.came], count)
-        self._alignments = [alignment_of(record.communication_dtype, self._wide_rows) for record in self._records]
         items = [
-            Item(record.split, record.kind, record.communication_dtype == record.p.dtype, record.fp8, alignment)
-            for record, alignment in zip(self._records, self._alignments, strict=True)
+            Item(each.split, each.kind, dtype == each.p.dtype, each.fp8, alignment_of(dtype, self._wide_rows))
+            for each, dtype in ((each, each.communication_dtype) for each in self._records)
         ]
         self._narrowed.clear()
         self.whole = make_plan(items, order, self._bucket_size)
@@ -203,6 +193,5 @@ class LearntPlan:
         if used not in self._narrowed:
             if len(self._narrowed) == _PLANS_KEPT:
                 self._narrowed.clear()
-            plan = narrowed(self.whole, used, self._alignments)
-            self._narrowed[used] = plan if plan.bucket_of != self.whole.bucket_of else self.whole
+            self._narrowed[used] = narrowed(self.whole, used)
         return self._narrowed[used]

@@ -203,7 +203,7 @@ class BucketStore:
 
     def open_sync(self, plan: BucketPlan | None, expected: Collection[int] | None = None) -> None:
         """Open a sync of the ``expected`` gradients; ``plan`` gives its buckets, or else ``follow`` does later."""
-        self._bucket_of: list[Bucket | None] | None = None
+        self._bucket_of: dict[int, Bucket] | None = None  # of each parameter that has one; None: not known yet
         self.waiting: deque[Bucket] = deque()  # buckets that haven't started, in the plan's order
         self.expected = expected  # the parameters whose gradients are expected; None: all, or it isn't known
         self.arrivals: dict[int, None] = {}  # indices in the order in which this sync's gradients came
@@ -216,15 +216,15 @@ class BucketStore:
     def follow(self, plan: BucketPlan) -> None:
         """Make the buckets of ``plan``; each waits for its expected gradients that haven't come yet."""
         records = self._records
-        buckets = [self._new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan.buckets]
+        buckets = [self._new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan]
         self.waiting = deque(buckets)
-        self._bucket_of = [*map([*buckets, None].__getitem__, plan.bucket_of)]  # -1: it has none
+        self._bucket_of = {index: bucket for bucket in buckets for index in bucket.planned.members}
         if self.expected is None and not self.arrivals:
             return
         for bucket in buckets:
             bucket.missing = 0
         for index in range(len(records)) if self.expected is None else self.expected:
-            found = self._bucket_of[index]
+            found = self._bucket_of.get(index)
             if found is not None and (index not in self.arrivals or index in self.repeats):
                 found.missing += 1
 
@@ -245,7 +245,7 @@ class BucketStore:
         self.arrivals[index] = None
         if self._bucket_of is None:
             return True
-        bucket = self._bucket_of[index]
+        bucket = self._bucket_of.get(index)
         if bucket is None or bucket.started:
             if record.p32.requires_grad:
                 record.note_waiting()

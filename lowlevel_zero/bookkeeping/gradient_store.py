@@ -96,9 +96,7 @@ class GradientStore:
     def _bucket_apart(self, records: Sequence[ShardedParameter]) -> Bucket:
         """Return a new bucket, outside of the plan, for these records."""
         sizes = tuple(record.split.slice_size for record in records)
-        return self._new_bucket(
-            PlannedBucket(-1, tuple(record.index for record in records), sizes, sum(sizes)), records
-        )
+        return self._new_bucket(PlannedBucket(-1, tuple(record.index for record in records), sizes), records)
 
     # ---- for the step ----
 

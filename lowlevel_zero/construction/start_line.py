@@ -56,7 +56,7 @@ def log_start(optimizer: Sharded) -> None:
             f"{sum(record.split.numel for record in parameters):,}",
             counted(len(parameters.records), "parameter"),
             counted(ranks.ranks, "rank"),
-            counted(sum(len(each.reducer.plan.whole.buckets) for each in optimizer.sharded_groups), "bucket"),
+            counted(sum(len(each.reducer.plan.whole) for each in optimizer.sharded_groups), "bucket"),
             way or backends_by_device(ranks.group)[device.type],
             in_bytes(bytes_of(optimizer)),
         )

@@ -181,7 +181,9 @@ class BadNumbers:
                 group = groups[record.shard_group]
                 tensor = group.gradients.averaged(record) if gradient else record.p32
                 if tensor is not None and not tensor.isfinite().all():
-                    return _Suspect(place, record.name, group.reducer.plan.whole.bucket_of[record.index])
+                    plan = group.reducer.plan.whole
+                    bucket = next(each.position for each in plan if record.index in each.members)
+                    return _Suspect(place, record.name, bucket)
         return None
 
     def _tell(self, text: str) -> None:

@@ -304,7 +304,7 @@ def with_buckets(groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]],
     buckets: list[BucketLayout] = []
     for members, plan in groups:
         placed = list(members)
-        for bucket in plan.buckets:
+        for bucket in plan:
             for index, start in zip(bucket.members, bucket.starts, strict=True):
                 placed[index] = replace(placed[index], bucket=len(buckets), offset=start)
             buckets.append(_bucket(len(buckets), bucket, members))

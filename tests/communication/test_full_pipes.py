@@ -51,7 +51,7 @@ def train(rank: int, world_size: int, bare: bool, **options: Any) -> list[float]
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = LowLevelZeroOptimizer(sgd, model=model, reduce_bucket_size=1, **options)
     assert optimizer.shard_group.host_backend.shares_memory
-    assert len(optimizer.sharded_groups[0].reducer.plan.whole.buckets) == BUCKETS
+    assert len(optimizer.sharded_groups[0].reducer.plan.whole) == BUCKETS
     for _ in range(2):
         loss = model(rank + 1)
         if bare:

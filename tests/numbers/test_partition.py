@@ -138,7 +138,7 @@ def test_slices_tile_it(world_size: int) -> None:
 def test_a_bucket_of_several_has_all_their_places() -> None:
     split, alignment = EvenSplit(NUMEL, 2), alignment_of(torch.bfloat16)
     items = [Item(split, torch.bfloat16, True, alignment=alignment) for _ in range(4)]
-    (bucket,) = make_plan(items, [3, 2, 1, 0], 2**40).buckets
+    (bucket,) = make_plan(items, [3, 2, 1, 0], 2**40)
     assert bucket.starts == [at * (2**30 + 4) for at in range(4)]
     assert bucket.body == 2**32 + 16
     assert 0 <= bucket.row - bucket.body < alignment.short
