@@ -7,7 +7,7 @@ same questions, so nothing else asks which of the two it has.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -95,18 +95,6 @@ class EvenSplit:
         """Return ``flat`` itself: the optimizer steps flat slices."""
         return flat
 
-    def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
-        """Cut ``rank``'s slice from a whole state, padded with zeros, and return it; a single element is every rank's.
-
-        An optimizer may compute with such a number also on ranks that hold only padding of the parameter.
-        """
-        if self.numel == 1:
-            return flatten(whole).expand(self.slice_size).clone()
-        start, stop = self.span(rank)
-        own = whole.new_zeros(self.slice_size)
-        own[: stop - start] = flatten(whole)[start:stop]
-        return own
-
     def reduce(self, group: Any, buffer: Tensor, fp8: bool, about: Any) -> Any:
         """Start a reduce-scatter of a bucket buffer; each rank gets its row. Communicates."""
         return group.reduce_scatter(buffer, fp8, about)
@@ -170,10 +158,6 @@ class WholeSplit:
         if flat.numel() < self.numel:
             return flat
         return torch.as_strided(flat, like.shape, like.stride(), flat.storage_offset())
-
-    def own_part(self, whole: Tensor, rank: int, flatten: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return all of a whole state: the owner's part."""
-        return whole
 
     def reduce(self, group: Any, buffer: Tensor, fp8: bool, about: Any) -> Any:
         """Start reducing a bucket buffer to the owner, which gets the sum, ``[row]``; others get ``[0]``."""

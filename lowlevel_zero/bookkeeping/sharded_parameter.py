@@ -276,15 +276,17 @@ class ShardedParameter:
         return torch.as_strided(flat, self.view.shape, self.view.stride(), flat.storage_offset())
 
     def slice_of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape; padding is zeros."""
-        start, stop = self.split.span(self.rank)
-        own = torch.zeros(self.row.numel(), dtype=tensor.dtype, device=tensor.device)
-        own[: stop - start] = self.flatten(tensor)[start:stop]
-        return own
+        """Return a copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape; padding is zeros.
 
-    def own_part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole state, of ``p``'s shape or of another that the split divides."""
-        return self.split.own_part(whole, self.rank, self.flatten)
+        A single element is on every rank: an optimizer may compute with it where there is nothing but padding, too.
+        """
+        flat, size = self.flatten(tensor), self.row.numel()
+        if len(flat) == 1:
+            return flat.expand(size).clone()
+        start, stop = self.split.span(self.rank)
+        own = flat.new_zeros(size)
+        own[: stop - start] = flat[start:stop]
+        return own
 
     def shaped(self, own: Tensor) -> Tensor:
         """Return this rank's slice, ``[s]``, in ``p32``'s shape; the memory is the same."""

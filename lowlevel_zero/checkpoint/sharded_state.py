@@ -272,7 +272,7 @@ class ShardedState:
             )
         if not isinstance(tensor, BoxedTensor):
             is_sliced = _is_single(record) and is_slice(key, tensor, record, record.p.shape)
-            return record.shaped(record.own_part(tensor)) if is_sliced else tensor
+            return record.shaped(record.slice_of(tensor)) if is_sliced else tensor
         own, size = tensor.local, record.row.numel()
         expected, got = (tuple(record.view.shape), record.view.stride()), (tuple(tensor.shape), tensor.strides)
         if is_scale(key, keys):

@@ -229,6 +229,6 @@ def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
         value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
     if not isinstance(value, Tensor) or value.shape != record.p.shape or (key == STEP and value.dim() == 0):
         return value
-    own = record.shaped(record.own_part(value) if record.split.owner is None else record.slice_of(value))
+    own = record.shaped(record.slice_of(value))
     # State in a 16-bit model's dtype was made for p; p32 wants its own.
     return own.to(record.p32.dtype) if value.dtype == record.p.dtype else own
