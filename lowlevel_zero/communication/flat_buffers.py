@@ -53,9 +53,11 @@ def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
 def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
     """Return the sum of 1-D rows, in their order, 16-bit ones summed in fp32; in a new tensor, or ``into``.
 
-    Two 16-bit numbers are added right as they are: their sum is rounded once either way. More rows are added a
-    block at a time, so that the sum stays in the cache.
+    One row is its own sum. Two 16-bit numbers are added right as they are: their sum is rounded once either way. More
+    rows are added a block at a time, so that the sum stays in the cache.
     """
+    if len(rows) == 1:
+        return rows[0]
     if len(rows) == 2:
         return torch.add(rows[0], rows[1], out=into)
     total = torch.empty_like(rows[0]) if into is None else into

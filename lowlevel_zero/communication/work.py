@@ -38,11 +38,6 @@ class Work(Generic[T]):
     ready: Callable[[], bool] = lambda: True
     tensors: tuple[Tensor, ...] = ()
 
-    @staticmethod
-    def over(result: S) -> Work[S]:
-        """Return a work that is over, with ``result``."""
-        return Work(lambda: result)
-
     def then(self, act: Callable[[T], S]) -> Work[S]:
         """Return a work whose ``wait`` applies ``act`` to this one's result."""
         return Work(lambda: act(self.wait()), self.ready, self.tensors)

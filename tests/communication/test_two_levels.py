@@ -175,7 +175,7 @@ def test_through_shared_memory_whoever_asks_starts_all_that_are_due() -> None:
         started.append(value)
         if value == 1:
             raise RuntimeError("no memory")
-        return Work.over(10 * value)
+        return Work(lambda: 10 * value)
 
     chain = OnDemand()
     pending = [chain.after(by_hand(first[at], at), start) for at in range(4)]

@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "an outer level isn't summed",
         LEVELS,
-        "despite(within, own, failed), self._outer.all_reduce), failed)",
-        "despite(within, own, failed), Work.over), failed)",
+        "self._inner.reduce_scatter(buffer, own), own, self._outer.all_reduce)",
+        "self._inner.reduce_scatter(buffer, own), own, lambda row: Work(lambda: row))",
         "tests/communication/test_two_levels.py",
     ),
     Mutant(

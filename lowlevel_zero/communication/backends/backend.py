@@ -115,11 +115,26 @@ class Backend(ABC):
         rows = in_rows(buffer, self.size)  # of any shape: it may be another level's row
         shape, numel, total = buffer.shape, buffer.numel(), torch.empty_like(rows)
         own = self._row_of_sum(total)
-        scattered = self.reduce_scatter(rows, own)
-        failed: list[RuntimeError] = []
-        first = despite(scattered, own, failed)
-        gathered = or_raise(self.chain.after(first, lambda row: self._gather_sum(row, total)), failed)
+        gathered = self._after(self.reduce_scatter(rows, own), own, lambda row: self._gather_sum(row, total))
         return gathered.then(lambda _: total.view(-1)[:numel].view(shape))
+
+    def _after(self, first: Work[Tensor], instead: Tensor, start: Callable[[Tensor], Work[T]]) -> Work[T]:
+        """Start a second collective with the result of ``first``, or zeros in ``instead`` if that fails on this rank.
+
+        The other ranks wait for the second one; its work raises the error of the first. Communicates.
+        """
+        failed: list[RuntimeError] = []
+
+        def wait() -> Tensor:
+            try:
+                return first.wait()
+            except TransportError:
+                raise
+            except RuntimeError as error:
+                failed.append(error)
+                return instead.zero_()
+
+        return or_raise(self.chain.after(Work(wait, first.ready, first.tensors), start), failed)
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
         """Return the memory for this rank's row of an all-reduce's ``total``."""
@@ -301,24 +316,6 @@ class HostBackend(Backend):
         return [pickle.loads(ctypes.string_at(row.data_ptr(), row.nbytes)) for row in rows]
 
 
-def despite(first: Work[Tensor], instead: Tensor, failed: list[RuntimeError]) -> Work[Tensor]:
-    """Return a work with the result of ``first``, or with zeros in ``instead`` where that fails on this rank alone.
-
-    Other ranks wait for what is made of the result. Errors go to ``failed``, for ``or_raise``.
-    """
-
-    def wait() -> Tensor:
-        try:
-            return first.wait()
-        except TransportError:
-            raise
-        except RuntimeError as error:
-            failed.append(error)
-            return instead.zero_()
-
-    return Work(wait, first.ready, first.tensors)
-
-
 class Alone(HostBackend):
     """The backend of a group of one rank: every collective is local."""
 
@@ -326,17 +323,9 @@ class Alone(HostBackend):
         """Return a work whose result is ``read`` of no parts."""
         return Work(lambda: read({}), tensors=(what.buffer,))
 
-    def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Return a work whose result is the buffer's only row."""
-        return Work(lambda: buffer[0], tensors=(buffer,))
-
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Return a work whose result is ``buffer`` itself."""
         return Work(lambda: buffer, tensors=(buffer,))
-
-    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Return a work whose result is ``buffer``, 1-D."""
-        return Work(lambda: buffer.view(-1), tensors=(buffer,))
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
         """Copy ``own`` into ``whole``, unless it is the same memory."""

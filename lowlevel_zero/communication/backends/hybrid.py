@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..work import Chain, Work, or_raise
-from .backend import Backend, despite
+from ..work import Chain, Work
+from .backend import Backend
 
 
 class Hybrid(Backend):
@@ -47,18 +47,13 @@ class Hybrid(Backend):
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Start summing this rank's row within, then across; also where the sum within fails on this rank."""
         own = buffer.new_empty(buffer.shape[1]) if into is None else into
-        return self._cross(self._inner.reduce_scatter(buffer, own), own)
-
-    def _cross(self, within: Work[Tensor], own: Tensor) -> Work[Tensor]:
-        """Start summing the result of ``within`` across; zeros in ``own`` if that fails on this rank. Communicates."""
-        failed: list[RuntimeError] = []
-        return or_raise(self.chain.after(despite(within, own, failed), self._outer.all_reduce), failed)
+        return self._after(self._inner.reduce_scatter(buffer, own), own, self._outer.all_reduce)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start summing within to the owner in each inner group, then across the owners."""
         own = torch.empty_like(buffer).view(-1) if self.rank == owner else None  # before anything is begun
         within = self._inner.reduce(buffer, owner)
-        return self.chain.after(within, Work.over) if own is None else self._cross(within, own)
+        return within if own is None else self._after(within, own, self._outer.all_reduce)
 
     # ---- within: other inner groups have the same ----
 

@@ -7,7 +7,8 @@ its collectives have one order: here each optimizer has an order of its own, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..flat_buffers import keep_own, lay_end_to_end
-from ..runtime import Threads
+from ..runtime import Threads, runtime
 from ..work import OnThread, Work
 from .backend import KINDS, Backend, HostBackend, Kind, PeerError, Trade, referent
 
@@ -52,7 +53,7 @@ class Pairwise(HostBackend):
         self._group, self._buffers = ref(group), ref(buffers or group)
         self._ranks = dist.get_process_group_ranks(group)
         self._first_tag = KINDS * number
-        self.chain, self._maps = OnThread(threads), OnThread(threads)
+        self.chain, self._maps = OnThread(threads), runtime().worker("lowlevel_zero presence maps", threads)
         turns = range(1, self.size)
         self.peers = [((self.rank + turn) % self.size, (self.rank - turn) % self.size) for turn in turns]
         self._in_rounds = [peer for turn, peer in zip(turns, self.peers, strict=True) if turn & (turn - 1) == 0]
@@ -77,7 +78,7 @@ class Pairwise(HostBackend):
         packed = rows[0].new_empty(self.size, sum(sizes))
         if small:
             lay_end_to_end(packed[self.rank], [each[self.rank] for each in small])
-        works: list[_Message] = []
+        works: list[Work[object]] = []
         for each in (*large, packed):
             works += self.send_and_receive([(each[self.rank], each[of]) for _, of in self.peers], Kind.GATHER)
 
@@ -105,45 +106,38 @@ class Pairwise(HostBackend):
 
         if kind is not Kind.PRESENCE_MAP:
             return Work(run_rounds, tensors=(most,))
-        return self._maps.after(Work(run_rounds, tensors=(most,)), Work.over)
+        done = self._maps.submit(run_rounds)
+        return Work(done.result, done.done, (most,))
 
     def send_and_receive(
         self, pairs: Sequence[tuple[Tensor, Tensor]], kind: Kind, peers: Sequence[tuple[int, int]] | None = None
-    ) -> list[_Message]:
+    ) -> list[Work[object]]:
         """Start sending each pair's first tensor and receiving its second, by the group of ``kind``. Communicates."""
         group = referent(self._buffers if kind < Kind.AGREEMENT else self._group)
-        tag, works = self._first_tag + kind, []
+        works: list[Work[object]] = []
+
+        def start(begin: Callable[..., dist.Work], tensor: Tensor, peer: int) -> None:
+            named = partial(_of_peer, self._ranks[peer])
+            work = named(partial(begin, [tensor], peer, self._first_tag + kind))
+            works.append(Work(partial(named, work.wait), work.is_completed))
+
         for (to, of), (mine, theirs) in zip(self.peers if peers is None else peers, pairs, strict=True):
             if theirs.numel():
-                works.append(_Message.started(group.recv, theirs, of, tag, self._ranks[of]))
+                start(group.recv, theirs, of)
             if mine.numel():
-                works.append(_Message.started(group.send, mine, to, tag, self._ranks[to]))
+                start(group.send, mine, to)
         return works
 
 
-class _Message(NamedTuple):
-    """A message under way to or from a peer; its errors name the peer's global rank."""
-
-    work: dist.Work
-    rank: int
-
-    @classmethod
-    def started(cls, begin: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int, rank: int) -> _Message:
-        """Start a message by ``begin``, and return it; raise ``PeerError`` if that fails."""
-        try:
-            return cls(begin([tensor], peer, tag), rank)
-        except RuntimeError as error:
-            raise PeerError(rank, str(error)) from error
-
-    def wait(self) -> None:
-        """Wait until the message has been sent or received; raise ``PeerError`` if that fails."""
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise PeerError(self.rank, str(error)) from error
+def _of_peer(rank: int, act: Callable[[], T]) -> T:
+    """Return ``act()``; raise ``PeerError``, which names the other side's global ``rank``, if it fails."""
+    try:
+        return act()
+    except RuntimeError as error:
+        raise PeerError(rank, str(error)) from error
 
 
-def _work(works: list[_Message], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
+def _work(works: list[Work[object]], make: Callable[[], T], *tensors: Tensor) -> Work[T]:
     """Return a work that waits for all messages in ``works``, then returns ``make()``; it keeps ``tensors`` alive."""
 
     def finish() -> T:
@@ -152,4 +146,4 @@ def _work(works: list[_Message], make: Callable[[], T], *tensors: Tensor) -> Wor
         works.clear()  # each holds its connection, whoever keeps this
         return make()
 
-    return Work(finish, lambda: all(each.work.is_completed() for each in works), tensors)
+    return Work(finish, lambda: all(each.ready() for each in works), tensors)

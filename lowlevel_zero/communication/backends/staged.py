@@ -5,6 +5,8 @@ Copies wait for the device: it is for tests and small runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,13 +29,21 @@ class Staged(BufferBackend):
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Copy the buffer to the host, and start summing there; the row is copied back. Communicates."""
-        device = buffer.device
-        return self._host.reduce_scatter(self._staged(buffer)).then(lambda row: row.to(device))
+        return self._sum(self._host.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Copy the buffer to the host, and start summing there; the sum is a new tensor. Communicates."""
+        return self._sum(self._host.all_reduce, buffer)
+
+    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
+        """Copy the buffer to the host, and start reducing to ``owner`` there. Communicates."""
+        return self._sum(self._host.reduce, buffer, owner)
+
+    def _sum(self, start: Callable[..., Work[Tensor]], buffer: Tensor, *args: int) -> Work[Tensor]:
+        """Start a sum of ``buffer``'s copy on the host, whose result is copied back. Communicates."""
         device = buffer.device
-        return self._host.all_reduce(self._staged(buffer)).then(lambda total: total.to(device))
+        staged = self._host.new_buffer(buffer.shape[1], buffer.dtype, _HOST, len(buffer)).copy_(buffer)
+        return start(staged, *args).then(lambda total: total.to(device))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
         """Copy a few numbers to the host, and start summing there. Communicates."""
@@ -45,18 +55,10 @@ class Staged(BufferBackend):
         staged[self.rank].copy_(buffer[self.rank])
         return self._host.gather([staged[self.rank]], [staged], buffer.shape[1]).then(lambda _: buffer.copy_(staged))
 
-    def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Copy the buffer to the host, and start reducing to ``owner`` there. Communicates."""
-        device = buffer.device
-        return self._host.reduce(self._staged(buffer), owner).then(lambda total: total.to(device))
-
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start filling ``buffer`` from a copy on the host."""
         staged = buffer.to(_HOST)
         return self._host.broadcast_from(owner, [staged], [staged]).then(lambda _: buffer.copy_(staged))
-
-    def _staged(self, buffer: Tensor) -> Tensor:
-        return self._host.new_buffer(buffer.shape[1], buffer.dtype, _HOST, len(buffer)).copy_(buffer)
 
 
 def is_staged(device: torch.device) -> bool:
