@@ -26,7 +26,6 @@ from .construction.prepare import (
     agreed_verbosity,
     check,
     connected,
-    garbage_collector_paused,
     join,
     shard,
 )
@@ -35,6 +34,7 @@ from .diagnostics.bad_numbers import BadNumbers
 from .diagnostics.guards import Guard
 from .diagnostics.settings import Settings
 from .diagnostics.untrained import Untrained
+from .diagnostics.verification import verify
 from .experts.assignment import data_parallel_group
 from .gradients.calls import Calls
 from .gradients.of_optimizer import OptimizerGradients
@@ -51,8 +51,7 @@ from .options import (
     Diagnostics,
     LossScale,
     ZeroOptions,
-    merged,
-    stage_of,
+    options_of,
     with_meanings,
 )
 from .sharded_group import ShardedGroup
@@ -114,7 +113,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         partition_grad: False: stage 1, True: stage 2.
     """
 
-    @garbage_collector_paused()
     def __init__(
         self,
         optimizer: Optimizer,
@@ -149,43 +147,29 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         communication: Communication | None = None,
         diagnostics: Diagnostics | None = None,
     ) -> None:
-        scale = LossScale(
-            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
-        )
-        travel = Communication(
-            reduce_bucket_size, communication_dtype, overlap_communication, overlap_allgather, fp8_communication
-        )
+        keywords = dict(locals())
         assigned: Any = pg_to_param_list
         if model is None and isinstance(pg_to_param_list, nn.Module):
             assigned, model = None, pg_to_param_list
         ranks = data_parallel_group(dp_process_group, assigned, optimizer)
         self.shard_group = join(ranks, extra_dp_group, communication, diagnostics)
+        self._shard(optimizer, model, assigned, keywords)
+
+    def _shard(self, optimizer: Optimizer, model: nn.Module | None, assigned: Any, keywords: dict[str, Any]) -> None:
+        """Check the arguments on all ranks, shard the parameters, and create the parts of a step. Communicates."""
         with together(self.shard_group, CONSTRUCT) as agreed:
-            self.options = ZeroOptions(
-                stage=stage_of(stage, partition_grad),
-                clip_grad_norm=clip_grad_norm,
-                cpu_offload=cpu_offload,
-                forced_dtype=forced_dtype,
-                master_weights=master_weights,
-                backward_context=backward_context,
-                split=split,
-                cost=cost,
-                loss_scale=merged("loss_scale", loss_scale, scale),
-                communication=merged("communication", communication, travel),
-                diagnostics=merged("diagnostics", diagnostics, Diagnostics(verbose)),
-            )
-            check_hybrid(dp_process_group, extra_dp_group, self.options.communication.hybrid_shard)
+            options = options_of(keywords)
+            levels = keywords["dp_process_group"], keywords["extra_dp_group"]
+            check_hybrid(*levels, options.communication.hybrid_shard)
             refuse_wrapped(optimizer)
-            checked = check(optimizer, model, assigned, self.shard_group, self.options)
+            checked = check(optimizer, model, assigned, self.shard_group, options)
             agreed += checked.lines[0]
-        self.options = agreed_verbosity(self.shard_group, self.options)
+        self.options = agreed_verbosity(self.shard_group, options)
         groups = connected(self.shard_group, checked, self.options)
         self.shard_group = groups[0]
-        retire_former([p for p in checked.names if p.requires_grad], checked.names, self.shard_group)
+        retire_former(checked.new, checked.names, self.shard_group)
         self.sharded_parameters = ParameterStore(groups, checked.assignment.number_of)
-        sharding = shard(
-            optimizer, self.sharded_parameters, self.options, checked.names, checked.choices, CONSTRUCT, model
-        )
+        sharding = shard(optimizer, self.sharded_parameters, self.options, checked, CONSTRUCT, model)
         with together(self.shard_group, CONSTRUCT):
             sharding.take_slices()
             self._assemble(optimizer, model, checked.writes_unused)
@@ -204,7 +188,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         half = any(record.p.dtype == torch.float16 for record in parameters)
         self.scaler = LossScaler(options.loss_scale, self.device) if half else None
         self.step_state = state = StepState(options.communication.factor_of_sums(ranks.ranks), self.scaler)
-        self._guard = Guard(optimizer, parameters, model, state, self.streams)
+        self.guard = Guard(optimizer, parameters, model, state, self.streams)
         self._settings = Settings(optimizer)
         self._untrained = Untrained(model, parameters, alive)
         groups: list[ShardedGroup] = []
@@ -212,7 +196,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._observer = BadNumbers(parameters, groups, options, self.scaler)
         self._stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self._extend_groups()
-        self.calls = Calls(groups, parameters.shard_groups, self._guard, state, self.streams)
+        self.calls = Calls(groups, parameters.shard_groups, self.guard, state, self.streams)
         self.gradients = OptimizerGradients(groups, ranks, self.calls, state)
         make_handles(parameters, self.gradients)
         carry_overrides(optimizer, parameters)
@@ -231,7 +215,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.sharded_groups[:] = [known[number] for number in sorted(known)]
 
     def __del__(self) -> None:
-        if "_guard" in self.__dict__:
+        if "guard" in self.__dict__:
             let_go(self)
 
     # ---- backward: gradients become each rank's slice of their sum ----
@@ -320,12 +304,12 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         by_itself: bool = False,
     ) -> Iterator[Tensor]:
         """Open a backward's sync, run the body, and close it even after an error. Communicates."""
-        self._guard.enter("backward", wakes=False)
+        self.guard.enter("backward", wakes=False)
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
         if self.sharded_parameters.frozen:
-            self._guard.refuse_unfrozen()
+            self.guard.refuse_unfrozen()
         self.sharded_groups[0].reducer.agree_on_backward()
         failed, self.step_state.failure.deferred = True, None
         StepState.in_backward.append(self.step_state)
@@ -440,13 +424,13 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         call = self.calls.enter("step")
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.shard_group.progress.step, others)
-        call = call._replace(settings=settings, written=[each for each in self._guard.edited if each.writes])
+        call = call._replace(settings=settings, written=[each for each in self.guard.edited if each.writes])
         norm, self._stepper.left = self._new_norm(), None
         with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
             self._observer.step_begins()  # it may ask the other ranks, so they have to be in this call
-            if self._guard.edited:
-                self._guard.follow_edits()
+            if self.guard.edited:
+                self.guard.follow_edits()
             self._take_step(norm, self.step_state.gradient_scale())
             self._norm = norm
             self._end_step()
@@ -455,7 +439,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self._untrained.look(self.shard_group.progress.step, lacked)
         verify_every = self.options.diagnostics.verify_every
         if verify_every and self.shard_group.progress.step % verify_every == 0:
-            self._verify()
+            verify(self.sharded_parameters, self.parameter_names(), self.model, buffers=False)
         return loss
 
     def _take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
@@ -531,7 +515,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it. A ``zero_grad``
         that the wrapped optimizer's class has of its own is called in the end; it finds slices without gradients.
         """
-        self._guard.enter("zero_grad", wakes=not set_to_none)
+        self.guard.enter("zero_grad", wakes=not set_to_none)
         call = Call("zero_grad" if set_to_none else TO_ZEROS)
         self.calls.agree(call, lambda each, call: each.reducer.discard(call))
         self._observer.cleared()
@@ -559,20 +543,19 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         Parameters that were frozen at construction, and aren't any more, come in this way too. Those that
         ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.
         """
-        self._guard.enter("add_param_group")
+        self.guard.enter("add_param_group")
         self.calls.finish_syncs("add_param_group")
         known = len(self.optim.param_groups)
         parameters, options = self.sharded_parameters, self.options
         try:
-            scaled = self.scaler is not None
-            names, choices, writes_unused = add_group(param_group, self.optim, parameters, options, self.model, scaled)
-            retire_former([p for p in param_group["params"] if p.requires_grad], names, self.shard_group)
-            sharding = shard(self.optim, parameters, options, names, choices, ADD_GROUP)
+            checked = add_group(param_group, self.optim, parameters, options, self.model, self.scaler is not None)
+            retire_former(checked.new, checked.names, self.shard_group)
+            sharding = shard(self.optim, parameters, options, checked, ADD_GROUP)
         except BaseException:  # of whatever kind: the wrapped optimizer is as it was
             del self.optim.param_groups[known:]
             raise
         with together(self.shard_group, ADD_GROUP):
             sharding.take_slices()
-            self._stepper.writes_unused = writes_unused
+            self._stepper.writes_unused = checked.writes_unused
             self._extend_groups()
             make_handles((record for record in parameters if record.handle is None), self.gradients)

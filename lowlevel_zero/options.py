@@ -8,11 +8,11 @@ from __future__ import annotations
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -309,15 +309,22 @@ def _check_type(name: str, group: object, expected: type) -> None:
         )
 
 
-# ---- ColossalAI's keywords, which fill the same fields ----
+# ---- the keywords of ``LowLevelZeroOptimizer``, of which ColossalAI's fill fields of the groups ----
 
 
-def stage_of(stage: int | None, partition_grad: bool) -> int:
-    """Return the stage that ``stage`` and ``partition_grad`` choose; raise if they contradict each other.
+def options_of(keywords: Mapping[str, Any]) -> ZeroOptions:
+    """Return the options that the arguments of ``LowLevelZeroOptimizer`` choose, by name; others are left alone.
 
     Raises:
-        TypeError, ValueError: one of them is out of its range, or they contradict each other.
+        TypeError, ValueError: a value is out of its range, or two arguments contradict each other.
     """
+    own = {name: keywords[name] for name in abouts(ZeroOptions)}
+    groups = {name: merged(name, keywords[name], keywords) for name in GROUPS}
+    return ZeroOptions(**{**own, "stage": _stage_of(keywords["stage"], keywords["partition_grad"])}, **groups)
+
+
+def _stage_of(stage: int | None, partition_grad: bool) -> int:
+    """Return the stage that ``stage`` and ``partition_grad`` choose; raise if they contradict each other."""
     SWITCH("partition_grad", partition_grad)
     if stage is None:
         return 2 if partition_grad else 1
@@ -327,38 +334,37 @@ def stage_of(stage: int | None, partition_grad: bool) -> int:
     return stage
 
 
-def merged(name: str, given: G | None, by_keyword: G) -> G:
-    """Return the group of options ``given``, with ColossalAI's keywords filled in; raise if both choose one option.
+def merged(name: str, given: Any, keywords: Mapping[str, Any]) -> Any:
+    """Return a group of options with ColossalAI's ``keywords`` filled in; raise if both choose one option.
 
     Args:
         name: the group's keyword, as in "communication".
         given: the group; None: the caller gave none.
-        by_keyword: a group of the same type that holds the values of ColossalAI's keywords, each of which is checked.
+        keywords: the values of ColossalAI's keywords by name, each of which is checked.
 
     Raises:
         TypeError, ValueError: a keyword has a value that it doesn't take, or ``given`` isn't such a group.
         ValueError: an option is chosen by its keyword and in the group.
     """
-    known = abouts(by_keyword)
-    for each, about in known.items():
-        if about.keyword:
-            about.check(about.keyword, getattr(by_keyword, each))
-    if given is None:
-        return by_keyword
-    _check_type(name, given, type(by_keyword))
+    default = GROUPS[name]()
+    known = {option: about for option, about in abouts(default).items() if about.keyword in keywords}
+    for about in known.values():
+        about.check(about.keyword, keywords[about.keyword])
+    given = default if given is None else given
+    _check_type(name, given, type(default))
     chosen: dict[str, Any] = {}
-    for option in fields(cast("Any", by_keyword)):
-        about, own, theirs = known[option.name], getattr(by_keyword, option.name), getattr(given, option.name)
-        if own == option.default:
+    for option, about in known.items():
+        own, theirs, usual = keywords[about.keyword], getattr(given, option), getattr(default, option)
+        if own == usual:
             continue
-        about.check(f"{name}.{option.name}", theirs)
-        if theirs != option.default:
+        about.check(f"{name}.{option}", theirs)
+        if theirs != usual:
             raise ValueError(
-                f"{about.keyword}={own!r}, {name}.{option.name}={theirs!r}: expected one of the two, which are one "
+                f"{about.keyword}={own!r}, {name}.{option}={theirs!r}: expected one of the two, which are one "
                 "option, got both: leave one out"
             )
-        chosen[option.name] = own
-    return cast("G", replace(cast("Any", given), **chosen))
+        chosen[option] = own
+    return replace(given, **chosen)
 
 
 def meanings() -> dict[str, str]:

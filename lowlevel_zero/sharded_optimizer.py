@@ -58,10 +58,10 @@ class ShardedOptimizer(Optimizer):
     runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
     serial: int  # of the newest checkpoint that was saved of it or loaded into it
 
+    guard: Guard  # checks each call
     calls: Calls  # how its methods begin, and finish reductions
     gradients: OptimizerGradients  # what callers do with ``p.grad``
 
-    _guard: Guard  # checks each call
     _norm: GlobalNorm | None  # the last step's
     _switched: Any  # the states that were there when a mode was called last: loading makes others
     _retired: str  # the reason why every call raises; empty while it is in use
@@ -191,7 +191,7 @@ class ShardedOptimizer(Optimizer):
     @contextmanager
     def loading_whole(self) -> Iterator[None]:
         """Finish reductions, and run the body, which loads whole states on all ranks. Communicates."""
-        self.begin_load("load_state_dict")
+        self.guard.enter("load_state_dict")
         self.calls.finish_syncs("load_state_dict")
         scale = None if self.scaler is None else self.scaler.loss_scale
         yield
@@ -199,10 +199,6 @@ class ShardedOptimizer(Optimizer):
             for each in self.sharded_groups:
                 each.gradients.clear()
         self.step_state.failure.mend(Damage.PARAMETERS)
-
-    def begin_load(self, call: str) -> None:
-        """Raise ``RuntimeError`` where nothing can be loaded, as within a backward; bring back what sleeps."""
-        self._guard.enter(call)
 
     def refuse_undefined(self, call: str) -> None:
         """Raise ``RuntimeError`` where a step that failed in its midst has left this rank undefined parameters."""
@@ -247,10 +243,6 @@ class ShardedOptimizer(Optimizer):
 
     # ---- for the rooms above, beside the attributes ----
 
-    def sharded_group_of(self, record: ShardedParameter) -> ShardedGroup:
-        """Return the sharded group that a record belongs to."""
-        return next(each for each in self.sharded_groups if each.number == record.shard_group)
-
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the names of all parameters of the groups, frozen ones included."""
         parameters = self.sharded_parameters
@@ -260,10 +252,6 @@ class ShardedOptimizer(Optimizer):
         """Wait until all parameters are up to date. Starts no communication."""
         for each in self.sharded_groups:
             each.gathers.finish()
-
-    def finish_gradients(self) -> None:
-        """Finish all reductions, so that each record's gradient is complete. Communicates: every rank calls it."""
-        self.calls.finish_gradients(Call("look at gradients"))
 
     # ---- sleep ----
 
@@ -290,7 +278,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: other ranks have been called for something else.
         """
         check_kinds(include)
-        self._guard.enter("offload_states")
+        self.guard.enter("offload_states")
         self.calls.finish_syncs("offload_states")
         self.finish_gathers()
         if self.options.cpu_offload or not self.streams.several:
@@ -311,7 +299,7 @@ class ShardedOptimizer(Optimizer):
 
     def reload_states(self) -> None:
         """Bring back what ``offload_states`` has moved to the host; the host doesn't wait. Doesn't communicate."""
-        self._guard.enter("reload_states")
+        self.guard.enter("reload_states")
 
     # ---- reports ----
 
@@ -330,12 +318,8 @@ class ShardedOptimizer(Optimizer):
                 all ranks.
         """
         self.calls.finish_syncs("verify buffers" if buffers else "verify", raises=False)
-        self._verify(buffers)
-        self.step_state.failure.raise_deferred()
-
-    def _verify(self, buffers: bool = False) -> None:
-        """Compare parameters between ranks that have agreed on the call; reads wait for gathers. Communicates."""
         verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
+        self.step_state.failure.raise_deferred()
 
     # ---- ColossalAI's API (0.5.0), whose callers look parameters up by ``id()`` ----
 
@@ -372,16 +356,16 @@ class ShardedOptimizer(Optimizer):
         Stage 1 has the others' until a step or a second ``clip_grad_norm_``.
         """
         for record, own in self._own_gradients(lambda each: each.group == group_id and id(each.p) == param_id):
-            rows = self.sharded_group_of(record).gradients.averaged_rows(record)
+            rows = self.gradients.group_of(record).gradients.averaged_rows(record)
             return [own] if rows is None else list(rows.to(record.p.dtype).unbind())
         return []
 
     def _own_gradients(self, wanted: Callable[[ShardedParameter], bool]) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Finish reductions, and yield this rank's averaged slices of the wanted parameters. Communicates."""
-        self._guard.enter("look at gradients")
-        self.finish_gradients()
+        self.guard.enter("look at gradients")
+        self.calls.finish_gradients(Call("look at gradients"))
         for record in filter(wanted, self.sharded_parameters):
-            own = self.sharded_group_of(record).gradients.averaged(record)
+            own = self.gradients.group_of(record).gradients.averaged(record)
             if own is not None:
                 yield record, own.to(record.p.dtype)
 
@@ -434,5 +418,4 @@ class ShardedOptimizer(Optimizer):
             if record is not None:
                 record.refresh_master()
 
-    def _force_wait_all_gather(self) -> None:
-        self.finish_gathers()
+    _force_wait_all_gather = finish_gathers

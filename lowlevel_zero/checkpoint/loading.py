@@ -79,7 +79,7 @@ def load_checkpoint(
         finish_last(group)
         optimizers = check_optimizers(model, optimizer)
         for each in optimizers.values():
-            each.begin_load("load_checkpoint")
+            each.guard.enter("load_checkpoint")
         schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
         check_rank_state(rank_state)
         lines += [f"path {path}", f"{names_text(optimizers, 'optimizer')}, {names_text(schedulers, 'scheduler')}"]

@@ -99,7 +99,7 @@ class Sharded(Stateful):
         """
         sharded = _state_of(self.optimizer)
         with all_or_nothing(self.optimizer.shard_group, "load the state of its optimizer") as undo:
-            self.optimizer.begin_load("Sharded.load_state_dict")
+            self.optimizer.guard.enter("Sharded.load_state_dict")
             settings = self._settings(state_dict["param_groups"])
             sharded.check(settings, state_dict["state"])
             slices = sharded.slices({name: dict(each) for name, each in state_dict["state"].items()}, settings)

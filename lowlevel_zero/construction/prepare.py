@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,21 +37,6 @@ _BACKWARDS = Alike(
 # ---- checks on each rank, before anything changes ----
 
 
-@contextmanager
-def garbage_collector_paused() -> Iterator[None]:
-    """Keep Python's cyclic garbage collector from running in the body.
-
-    The collector would look at all of them again and again, and at all that the program has beside them.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> ShardGroup:
     """Return the data-parallel ranks as a shard group that is watched for stalls. Communicates if there are two levels.
 
@@ -67,8 +50,9 @@ def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> 
 
 
 class Checked(NamedTuple):
-    """The names, splits and shard groups of an optimizer's parameters, which one rank has checked."""
+    """The new parameters of an optimizer, which one rank has checked, with their splits and shard groups."""
 
+    new: Sequence[Tensor]  # those that are to be sharded
     names: dict[Tensor, str]  # of the parameters in all groups
     choices: dict[Tensor, Choice]
     assignment: Assignment
@@ -87,20 +71,11 @@ def check(
     names = parameter_names((group["params"] for group in optimizer.param_groups), model)
     trained = [p for p in names if p.requires_grad]
     check_parameters(optimizer, trained, names, group, options, model=model)
-    choices = check_and_choose(optimizer, trained, names, options)
-    check_no_list_of_its_own(optimizer, trained)
     assignment = assign(assigned, group, names, model)
-    writes_unused = may_write_unused(optimizer)
-    numbers, number_of = range(1 + len(assignment.groups)), assignment.number_of
-    lines = [list(describe(optimizer, names, choices, model, number_of, at, writes_unused)) for at in numbers]
-    lines[0] += options.alike()
-    if assignment.groups:
-        count = len(assignment.groups)
-        lines[0] += [
-            f"{count} groups in pg_to_param_list beside the data-parallel one",
-            dtypes_in_common(names, options),
-        ]
-    return Checked(names, choices, assignment, lines, writes_unused)
+    checked = _chosen(optimizer, trained, names, options, assignment, model)
+    checked.lines[0] += [f"{len(assignment.groups)} groups in pg_to_param_list beside the data-parallel one"]
+    checked.lines[0] += [*options.alike(), dtypes_in_common(names, options)]
+    return checked
 
 
 def add_group(
@@ -110,37 +85,52 @@ def add_group(
     options: ZeroOptions,
     model: nn.Module | None,
     scaled: bool,
-) -> tuple[dict[Tensor, str], dict[Tensor, Choice], bool]:
-    """Add a group to the wrapped ``optimizer``, and check it on all ranks. Communicates.
+) -> Checked:
+    """Add a group to the wrapped ``optimizer``, check it on all ranks, and return what ``check`` does. Communicates.
 
-    Returns names, splits, and whether the optimizer may write parameters that have no gradient now. ``scaled``: losses
-    are scaled, which fp16 parameters require.
+    ``scaled``: losses are scaled, which fp16 parameters require.
     """
-    group = parameters.shard_groups[0]
-    with together(group, ADD_GROUP) as agreed:
+    groups, known_groups = parameters.shard_groups, len(optimizer.param_groups)
+    with together(groups[0], ADD_GROUP) as agreed:
         check_group(param_group)
         optimizer.add_param_group(param_group)
-        check_new(optimizer.param_groups[-1]["params"], parameters)
+        members = optimizer.param_groups[-1]["params"]
+        check_new(members, parameters)
         names = parameter_names((each["params"] for each in optimizer.param_groups), model)
-        new = [p for p in optimizer.param_groups[-1]["params"] if p.requires_grad]
+        new = [p for p in members if p.requires_grad]
         known: dict[Tensor, str] = {record.p: record.name for record in parameters}
-        check_parameters(optimizer, new, names, group, options, known=known)
-        choices = check_and_choose(optimizer, new, names, options)
+        check_parameters(optimizer, new, names, groups[0], options, known=known)
         if not scaled and any((options.forced_dtype or p.dtype) == torch.float16 for p in new):
             raise ValueError(
                 "param_group: expected no fp16 parameters, since there were none at construction and losses aren't "
                 "scaled: construct the optimizer with them"
             )
-        writes_unused, known_groups = may_write_unused(optimizer), len(optimizer.param_groups) - 1
-        numbers, number_of = range(len(parameters.shard_groups)), {p: parameters.shard_group_of(p) for p in names}
-        lines = [
-            list(describe(optimizer, names, choices, None, number_of, at, writes_unused, known_groups))
-            for at in numbers
-        ]
-        agreed += [*lines[0], dtypes_in_common([*known, *new], options)]
-    if len(numbers) > 1:
-        agree_apart(parameters.shard_groups, lines[1:], ADD_GROUP)
-    return names, choices, writes_unused
+        assignment = Assignment([each.group for each in groups[1:]], {p: parameters.shard_group_of(p) for p in names})
+        checked = _chosen(optimizer, new, names, options, assignment, None, known_groups)
+        agreed += [*checked.lines[0], dtypes_in_common([*known, *new], options)]
+    if len(groups) > 1:
+        agree_apart(groups, checked.lines[1:], ADD_GROUP)
+    return checked
+
+
+def _chosen(
+    optimizer: Optimizer,
+    new: Sequence[Tensor],
+    names: dict[Tensor, str],
+    options: ZeroOptions,
+    assignment: Assignment,
+    model: nn.Module | None,
+    known_groups: int = 0,
+) -> Checked:
+    """Choose the splits of ``new`` parameters, and return them with the lines that ``describe`` yields."""
+    choices = check_and_choose(optimizer, new, names, options)
+    check_no_list_of_its_own(optimizer, new)
+    writes_unused = may_write_unused(optimizer)
+    numbers, number_of = range(1 + len(assignment.groups)), assignment.number_of
+    lines = [
+        list(describe(optimizer, names, choices, model, number_of, at, writes_unused, known_groups)) for at in numbers
+    ]
+    return Checked(new, names, choices, assignment, lines, writes_unused)
 
 
 def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:
@@ -171,15 +161,14 @@ def shard(
     optimizer: Optimizer,
     parameters: ParameterStore,
     options: ZeroOptions,
-    names: dict[Tensor, str],
-    choices: Mapping[Tensor, Choice],
+    checked: Checked,
     doing: str,
     model: nn.Module | None = None,
 ) -> Sharding:
     """Move new parameters to padded storages, and broadcast rank 0's values. Communicates: every rank calls it."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
-        sharding = Sharding(optimizer, parameters, options, names, choices, model)
+        sharding = Sharding(optimizer, parameters, options, checked.names, checked.choices, model)
     with together(parameters.shard_groups[0], doing):
         sharding.broadcast_initial_values()
     return sharding

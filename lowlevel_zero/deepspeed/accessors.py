@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..communication.agreement import Alike, agree_apart, together
+from ..communication.agreement import Alike, Call, agree_apart, together
 from ..lives import records_of
 from ..optim.quantised import is_quantised
 from ..sharded_group import ShardedGroup
@@ -92,7 +92,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     with optimizer.streams.home():
         master = record.flatten(value)[start:stop].detach().to(record.p32)
         record.load_row(master.to(record.p.dtype), master)
-        optimizer.sharded_group_of(record).gathers.gather([record])
+        optimizer.gradients.group_of(record).gathers.gather([record])
 
 
 @torch.inference_mode(False)  # tensors that are made in it could not be updated later
@@ -102,7 +102,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     optimizer, record = _owner_of(param)
     with _collective_call(optimizer, [record], "safe_set_full_grad"):
         _check_value(value, record)
-    optimizer.finish_gradients()
+    optimizer.calls.finish_gradients(Call("look at gradients"))
     if not record.worked:
         raise ValueError(f"{record.name}: expected it to have a gradient, no rank has one: run a backward first")
     assert record.handle is not None
@@ -233,7 +233,7 @@ def _read(
     found: dict[Tensor, Tensor | None] = {}
     with optimizer.streams.home():
         if gather is _gradients:
-            optimizer.finish_gradients()
+            optimizer.calls.finish_gradients(Call("look at gradients"))
         else:
             _finish(optimizer)
         for group in optimizer.sharded_groups:

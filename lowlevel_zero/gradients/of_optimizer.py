@@ -113,7 +113,7 @@ class OptimizerGradients:
 
         Every rank calls it, for the same parameter; ranks that read different ones raise. ``doing`` names the call.
         """
-        of_record = self._group_of(record)
+        of_record = self.group_of(record)
         with self._gathering(of_record.group, lambda: list(whole_gradients([record], of_record))):
             self._calls.finish_gradients_to_read(record, doing)
             (whole,) = whole_gradients([record], of_record)
@@ -133,10 +133,11 @@ class OptimizerGradients:
         doing = f"read a detached p.grad of {record.common_name}"
         self._calls.enter(doing)
         self._calls.finish_syncs(doing)
-        (whole,) = whole_slices([Slice.of_row(record, own)], self._group_of(record).group)
+        (whole,) = whole_slices([Slice.of_row(record, own)], self.group_of(record).group)
         return whole.to(record.p.dtype)
 
-    def _group_of(self, record: ShardedParameter) -> ShardedGroup:
+    def group_of(self, record: ShardedParameter) -> ShardedGroup:
+        """Return the sharded group that a record belongs to."""
         return next(each for each in self._groups if each.number == record.shard_group)
 
     # ---- for this package's own clipping, on all parameters of a call together ----

@@ -100,7 +100,8 @@ def estimate(
     _COUNT("world_size", world_size)
     _COUNT("micro_batches", micro_batches)
     travels = as_dtype("communication_dtype", communication_dtype)
-    travel = merged("communication", communication, Communication(reduce_bucket_size, travels, fp8=fp8_communication))
+    keywords = {"reduce_bucket_size": reduce_bucket_size, "fp8_communication": fp8_communication}
+    travel = merged("communication", communication, {**keywords, "communication_dtype": travels})
     chosen = ZeroOptions(
         stage=max(stage, 1),
         cpu_offload=cpu_offload,

@@ -16,6 +16,7 @@ from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
 from lowlevel_zero.bookkeeping.gradient_store import GradientStore
+from lowlevel_zero.communication.agreement import Call
 from lowlevel_zero.communication.backends.shared_memory import SharedMemory
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.communication.work import Work
@@ -232,7 +233,7 @@ def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after
             assert beside.isdisjoint({traced.home, *traced.lines})
             assert not any(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
             traced.api.now = caller = Line()
-            traced.optimizer.finish_gradients()
+            traced.optimizer.calls.finish_gradients(Call("look at gradients"))
             assert len(traced.waited) == len(traced.packed)
             assert all(caller.comes_after(point) for point in (*traced.reduced, *traced.added))
             traced.optimizer.step()
@@ -373,7 +374,7 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch
 
         monkeypatch.setattr(StepOnHost, "down", spy_down)
         traced.backward()
-        traced.optimizer.finish_gradients()
+        traced.optimizer.calls.finish_gradients(Call("look at gradients"))
         assert len(copied) > 2
         assert not any(arrived.query() for arrived in copied)  # nothing but the step waits for copies
         traced.optimizer.step()

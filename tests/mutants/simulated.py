@@ -87,7 +87,7 @@ MADE_ONCE = [
     ),
     Mistake(
         "weights that one rank alone has written are stepped",
-        (Change(OPTIMIZER, ", written=[each for each in self._guard.edited if each.writes])", ")"),),
+        (Change(OPTIMIZER, ", written=[each for each in self.guard.edited if each.writes])", ")"),),
         10,
     ),
     Mistake.of(
@@ -105,9 +105,8 @@ MADE_ONCE = [
         (
             Change(
                 "sharded_optimizer.py",
-                'self.calls.finish_syncs("verify buffers" if buffers else "verify", raises=False)\n'
-                "        self._verify",
-                "self._verify",
+                'self.calls.finish_syncs("verify buffers" if buffers else "verify", raises=False)\n        verify(',
+                "verify(",
             ),
             Change("diagnostics/verification.py", "with together(ranks, _COMPARE):", "if True:"),
             Change("diagnostics/verification.py", "with together(group, _COMPARE):", "if True:"),

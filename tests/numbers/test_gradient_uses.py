@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.communication.agreement import Call
 from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
 from tests.support.ranks import run_cases
 
@@ -327,7 +328,7 @@ class Beside:
             for at in range(1 + bool(self.case.micro)):
                 self.backward(at)
         if self.case.bare or self.case.drop:
-            self.optimizer.finish_gradients()  # which gradients there are is known then
+            self.optimizer.calls.finish_gradients(Call("look at gradients"))  # which gradients there are is known then
         torch.testing.assert_close(use(self.model), use(self.plain), check_dtype=False, **close(self.case))
         for p, q in zip(self.model.parameters(), self.plain.parameters(), strict=True):
             assert isinstance(p.grad, ShardedGradient) == (q.grad is not None)

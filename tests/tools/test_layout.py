@@ -35,7 +35,7 @@ def of_run(rank: int, world_size: int, run: Run) -> tuple[Layout, Held, dict[str
     optimizer.get_working_grads_by_group_id(0)  # finishes what is in flight
     parts = {}
     for record in optimizer.sharded_parameters:
-        bucket = optimizer.sharded_group_of(record).gradients.bucket_of(record)
+        bucket = optimizer.gradients.group_of(record).gradients.bucket_of(record)
         if bucket is not None:
             part = bucket.part_of(record, bucket.row)
             parts[record.name] = (part.storage_offset() - bucket.row.storage_offset(), part.numel())
