@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 from tests.simulation.program import NOTHING, Call, Fault, Part, Program, Row, Weight
 
@@ -15,8 +15,9 @@ def _both(*calls: Call, ranks: int = 2) -> list[Row]:
     return [(call,) * ranks for call in calls]
 
 
-def _program(rows: Sequence[Row], *parts: Part, ranks: int = 2) -> Program:
-    return Program(ranks=ranks, parts=parts or (TWO_LAYERS,), rows=tuple(rows), kind="regression")
+def _program(rows: Sequence[Row], *parts: Part, kind: str = "regression", **others: Any) -> Program:
+    """A program of these rows and parts; ``others``: what else isn't as ``Program`` has it by itself."""
+    return Program(parts=parts or (TWO_LAYERS,), rows=tuple(rows), kind=kind, **others)
 
 
 TWO_LAYERS = Part((Weight(), Weight()), ((0,), (1,)), options=(("reduce_bucket_size", 1),))
@@ -115,35 +116,33 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(),), ((0,),)),
         Part((Weight(), Weight(dtype="bfloat16")), ((1,),), options=(("cpu_offload", True), ("partition_grad", True))),
     ),
-    "a rank comes to a grid when the others have given it up, and then to the next one": replace(
-        _program(
-            [(None, None, Call("sleep"), None), *_both(Call("construct"), ranks=4)], Part(levels="inner"), ranks=4
-        ),
+    "a rank comes to a grid when the others have given it up, and then to the next one": _program(
+        [(None, None, Call("sleep"), None), *_both(Call("construct"), ranks=4)],
+        Part(levels="inner"),
+        ranks=4,
         aside=True,
     ),
-    "a backward fails on one rank, and the others wait for it in vain in a grid": replace(
-        _program([*_both(BACKWARD, Call("construct"), ranks=4)], Part(levels="both"), ranks=4),
+    "a backward fails on one rank, and the others wait for it in vain in a grid": _program(
+        [*_both(BACKWARD, Call("construct"), ranks=4)],
+        Part(levels="both"),
+        ranks=4,
         fault=Fault(rank=3, at=7),
     ),
-    "a reduction fails in the thread that finishes those of an optimizer that was dropped": replace(
-        _program(
-            [*_both(BACKWARD, Call("construct"), STEP, ranks=3)],
-            Part(
-                (Weight(), Weight(), Weight()),
-                ((0,), (1,), (2,)),
-                options=(("partition_grad", True), ("reduce_bucket_size", 1)),
-            ),
-            ranks=3,
+    "a reduction fails in the thread that finishes those of an optimizer that was dropped": _program(
+        [*_both(BACKWARD, Call("construct"), STEP, ranks=3)],
+        Part(
+            (Weight(), Weight(), Weight()),
+            ((0,), (1,), (2,)),
+            options=(("partition_grad", True), ("reduce_bucket_size", 1)),
         ),
+        ranks=3,
         fault=Fault(rank=2, at=62),
     ),
-    "a rank loses another in a column of a grid while the rest of its row waits for it": replace(
-        _program(
-            _both(Call("backward", of=1), ranks=4),
-            Part((Weight(),), ((0,),)),
-            Part((Weight(),), ((0,),), levels="inner"),
-            ranks=4,
-        ),
+    "a rank loses another in a column of a grid while the rest of its row waits for it": _program(
+        _both(Call("backward", of=1), ranks=4),
+        Part((Weight(),), ((0,),)),
+        Part((Weight(),), ((0,),), levels="inner"),
+        ranks=4,
         fault=Fault(rank=2, at=105, kind="die"),
         schedule=4007817,
     ),
@@ -154,70 +153,70 @@ REGRESSIONS: dict[str, Program] = {
     "a slice is frozen whose gradient comes twice in a backward, behind the start of its bucket": _program(
         _both(Call("freeze slice", at=1)), Part((Weight(), Weight()), ((1,), (1,), (0,)), recomputed=True)
     ),
-    "memory runs out between the two levels of a bucket's reduction to its owner": replace(
-        _program(
-            _both(Call("plain"), ranks=4),
-            Part(
-                (Weight(), Weight(), Weight(), Weight((2, 2, 2)), Weight((2, 3))),
-                ((0,),),
-                options=(("partition_grad", True), ("reduce_bucket_size", 1), ("split", "parameters")),
-                levels="inner",
-            ),
-            ranks=4,
+    "memory runs out between the two levels of a bucket's reduction to its owner": _program(
+        _both(Call("plain"), ranks=4),
+        Part(
+            (Weight(), Weight(), Weight(), Weight((2, 2, 2)), Weight((2, 3))),
+            ((0,),),
+            options=(("partition_grad", True), ("reduce_bucket_size", 1), ("split", "parameters")),
+            levels="inner",
         ),
+        ranks=4,
         fault=Fault(rank=0, at=42),
     ),
-    "one rank asks for the memory that is held over two levels of ranks": replace(
-        _program([(None, None, Call("evaluate"), None)], Part(levels="inner"), ranks=4), carrier="nccl"
+    "one rank asks for the memory that is held over two levels of ranks": _program(
+        [(None, None, Call("evaluate"), None)],
+        Part(levels="inner"),
+        ranks=4,
+        carrier="nccl",
     ),
-    "a gradient is dropped twice, on one rank while its sum is on its way": replace(
-        _program(
-            _both(
-                *(Call(name, of=1) for name in ("backward", "backward", "grad = None")),
-                *(Call(name, of=1) for name in ("plain through", "grad = None", "step")),
-            ),
-            Part((Weight(),), ((0,),)),
-            Part((Weight(), Weight()), ((1,),), options=(("reduce_bucket_size", 4),)),
+    "a gradient is dropped twice, on one rank while its sum is on its way": _program(
+        _both(
+            *(Call(name, of=1) for name in ("backward", "backward", "grad = None")),
+            *(Call(name, of=1) for name in ("plain through", "grad = None", "step")),
         ),
+        Part((Weight(),), ((0,),)),
+        Part((Weight(), Weight()), ((1,),), options=(("reduce_bucket_size", 4),)),
         carrier="memory",
         kind="grad = None alone",
         fault=Fault(rank=1, at=48),
         schedule=19098574,
     ),
-    "zero_grad drops a gradient behind a sum, fails in it on one rank, and is called again": replace(
-        _program(
-            [
-                *_both(BACKWARD),
-                (Call("by gradient"), Call("by gradient", drops=0b11)),
-                (Call("raising"), None),
-                (Call("backward", drops=0b11), Call("backward", drops=0b110)),
-                *_both(*(Call("grad = None", at=5), BACKWARD, Call("grad = None", at=5), STEP)),
-            ],
-            Part(
-                (
-                    *(Weight(role=role) for role in ("trained", "late", "frozen")),
-                    Weight((4,)),
-                    Weight((2, 2, 2)),
-                    Weight(),
-                    Weight(),
-                ),
-                ((2,), (6, 2, 6), (0,)),
-                options=(("partition_grad", True), ("reduce_bucket_size", 10)),
-                recomputed=True,
+    "zero_grad drops a gradient behind a sum, fails in it on one rank, and is called again": _program(
+        [
+            *_both(BACKWARD),
+            (Call("by gradient"), Call("by gradient", drops=0b11)),
+            (Call("raising"), None),
+            (Call("backward", drops=0b11), Call("backward", drops=0b110)),
+            *_both(*(Call("grad = None", at=5), BACKWARD, Call("grad = None", at=5), STEP)),
+        ],
+        Part(
+            (
+                *(Weight(role=role) for role in ("trained", "late", "frozen")),
+                Weight((4,)),
+                Weight((2, 2, 2)),
+                Weight(),
+                Weight(),
             ),
+            ((2,), (6, 2, 6), (0,)),
+            options=(("partition_grad", True), ("reduce_bucket_size", 10)),
+            recomputed=True,
         ),
         kind="raising alone",
         fault=Fault(rank=1, at=187),
         schedule=19014056,
     ),
-    "a slice's gradient is assigned, and then clipped with the others by value": replace(
-        _program(_both(BACKWARD, Call("copy"), Call("clip value"), STEP)), schedule=4
+    "a slice's gradient is assigned, and then clipped with the others by value": _program(
+        _both(BACKWARD, Call("copy"), Call("clip value"), STEP),
+        schedule=4,
     ),
-    "a slice's gradient is set to None before the next backward": replace(
-        _program(_both(BACKWARD, STEP, Call("grad = None"), Call("grad = None", at=1), BACKWARD, STEP)), schedule=4
+    "a slice's gradient is set to None before the next backward": _program(
+        _both(BACKWARD, STEP, Call("grad = None"), Call("grad = None", at=1), BACKWARD, STEP),
+        schedule=4,
     ),
-    "a slice's gradient is assigned before the next backward": replace(
-        _program(_both(BACKWARD, Call("copy"), BACKWARD, STEP)), schedule=4
+    "a slice's gradient is assigned before the next backward": _program(
+        _both(BACKWARD, Call("copy"), BACKWARD, STEP),
+        schedule=4,
     ),
     "a gradient is dropped on one rank, which then takes norms of the others'": _program(
         [
@@ -232,38 +231,32 @@ REGRESSIONS: dict[str, Program] = {
         _both(BACKWARD, Call("model.zero_grad"), Call("freeze slice", at=1), Call("plain in no_sync"), STEP),
         Part((Weight(), Weight()), ((1,),)),
     ),
-    "a rank has an open sync of one gradient before another optimizer, and the other rank has none": replace(
-        _program(
-            [
-                *_both(BACKWARD, STEP),
-                (Call("plain", drops=NOTHING), Call("plain")),
-                *_both(Call("construct"), BACKWARD),
-            ],
-            Part((Weight(), Weight()), ((1,),), recomputed=True),
-        ),
+    "a rank has an open sync of one gradient before another optimizer, and the other rank has none": _program(
+        [
+            *_both(BACKWARD, STEP),
+            (Call("plain", drops=NOTHING), Call("plain")),
+            *_both(Call("construct"), BACKWARD),
+        ],
+        Part((Weight(), Weight()), ((1,),), recomputed=True),
         carrier="nccl",
     ),
-    "a rank's steps are watched by a hook, and its replica's are not, of 16-bit masters": replace(
-        _program(
-            _both(*3 * (BACKWARD, STEP, ZERO), BACKWARD, ranks=4),
-            Part(
-                (Weight((16,), "bfloat16"), Weight((7,))),
-                ((0,), (0, 1)),
-                "fused adamw",
-                1,
-                (("clip_grad_norm", 0.5), ("master_weights", False)),
-                "inner",
-            ),
-            ranks=4,
+    "a rank's steps are watched by a hook, and its replica's are not, of 16-bit masters": _program(
+        _both(*3 * (BACKWARD, STEP, ZERO), BACKWARD, ranks=4),
+        Part(
+            (Weight((16,), "bfloat16"), Weight((7,))),
+            ((0,), (0, 1)),
+            "fused adamw",
+            1,
+            (("clip_grad_norm", 0.5), ("master_weights", False)),
+            "inner",
         ),
+        ranks=4,
         schedule=6,
     ),
-    "a rank's steps are watched by a hook, and its replica's are not": replace(
-        _program(
-            _both(*3 * (BACKWARD, STEP, ZERO), BACKWARD, ranks=4),
-            Part((Weight((16,)), Weight((7,))), ((0,), (0, 1)), "fused adamw", 1, (("clip_grad_norm", 0.5),), "inner"),
-            ranks=4,
-        ),
+    "a rank's steps are watched by a hook, and its replica's are not": _program(
+        _both(*3 * (BACKWARD, STEP, ZERO), BACKWARD, ranks=4),
+        Part((Weight((16,)), Weight((7,))), ((0,), (0, 1)), "fused adamw", 1, (("clip_grad_norm", 0.5),), "inner"),
+        ranks=4,
         schedule=6,
     ),
     "ranks drop gradients before and after a backward whose sync is put off": _program(
@@ -275,26 +268,22 @@ REGRESSIONS: dict[str, Program] = {
         ],
         Part((Weight(), Weight()), ((0,),)),
     ),
-    "ranks drop gradients behind a backward whose sync one of them has put off": replace(
-        _program(
-            [
-                *_both(BACKWARD, STEP, ZERO),
-                (BACKWARD, Call("plain")),
-                *_both(Call("nan"), Call("model.zero_grad"), Call("closure")),
-            ],
-            Part((Weight(), Weight()), ((0,),)),
-        ),
+    "ranks drop gradients behind a backward whose sync one of them has put off": _program(
+        [
+            *_both(BACKWARD, STEP, ZERO),
+            (BACKWARD, Call("plain")),
+            *_both(Call("nan"), Call("model.zero_grad"), Call("closure")),
+        ],
+        Part((Weight(), Weight()), ((0,),)),
         carrier="memory",
         schedule=17002717,
     ),
     "all ranks write a weight, and one of them writes it again": _program(
         [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
     ),
-    "ranks run layers again in a plain backward before another optimizer": replace(
-        _program(
-            [(Call("plain"), Call("plain", drops=1)), *_both(Call("construct"))],
-            Part((Weight(), Weight()), ((1,), (0,)), recomputed=True),
-        ),
+    "ranks run layers again in a plain backward before another optimizer": _program(
+        [(Call("plain"), Call("plain", drops=1)), *_both(Call("construct"))],
+        Part((Weight(), Weight()), ((1,), (0,)), recomputed=True),
         carrier="nccl",
     ),
     "ranks scale a gradient before and after another optimizer's step": _program(
