@@ -1,4 +1,7 @@
-"""Two optimizers on one communicator: it is given the same collectives in the same order on every rank."""
+"""Two optimizers in one backward, on one communicator: it gets the same collectives in one order on every rank.
+
+Backwards one after the other, and plain ones, are in programs (``test_programs.py``).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,7 @@ X = torch.randn(4, RANKS, 4, 8, generator=torch.Generator().manual_seed(1))
 
 # Which layers each rank leaves out.
 DROPS: dict[str, tuple[str, str]] = {
-    "none": ("", ""),
-    "one on rank 0": ("c", ""),
     "others on each": ("ae", "bf"),
-    "one optimizer's on rank 0": ("ace", ""),
     "all on rank 0": (NAMES, ""),
     "another optimizer's on each": ("ace", "bdf"),
 }
@@ -49,21 +49,6 @@ def run(loss: Tensor) -> None:
         loss.backward()
 
 
-def plain(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
-    run(loss(at))
-    run(loss(at + 1))
-
-
-def driven_by_one(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
-    one.backward(loss(at))
-    run(loss(at + 1))
-
-
-def driven_by_each(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
-    one.backward(loss(at))
-    two.backward(loss(at + 1))
-
-
 def within_both(one: Any, two: Any, loss: Callable[[int], Tensor], at: int) -> None:
     both = loss(at)
     with one.backward_pass(both), two.backward_pass(both):
@@ -79,7 +64,7 @@ def one_within_the_other(one: Any, two: Any, loss: Callable[[int], Tensor], at: 
             run(inner)
 
 
-WAYS = [plain, driven_by_one, driven_by_each, within_both, one_within_the_other]
+WAYS = [within_both, one_within_the_other]
 
 
 def train(rank: int, way: Callable[..., None], dropped: str, stage: int) -> Tensor:

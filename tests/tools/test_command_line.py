@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -404,10 +405,12 @@ def test_the_console_script_says_what_every_command_does(capsys: pytest.CaptureF
     assert all(f"{command.name} {command.does}" in told for command in COMMANDS)
 
 
-def test_as_a_program(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lowlevel_zero", "inspect", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("lowlevel_zero inspect: error: ")
-    assert done.stderr.count("\n") == 1
+@pytest.mark.filterwarnings("ignore:'lowlevel_zero.__main__' found in sys.modules")
+def test_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lowlevel_zero", "inspect", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("lowlevel_zero", run_name="__main__")
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("lowlevel_zero inspect: error: ")
+    assert told.err.count("\n") == 1
