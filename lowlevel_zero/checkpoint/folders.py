@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ..communication.shard_group import ShardGroup
-from .manifest import MANIFEST, METADATA, OBJECTS, Manifest, read_manifest
+from .manifest import MANIFEST, METADATA, OBJECTS, Head, manifest_in, read_head, read_manifest
 
 try:
     import fcntl
@@ -46,10 +46,10 @@ class NotSynced(OSError):
 
 
 class Found(NamedTuple):
-    """A directory that is a checkpoint, or was one; ``damage`` tells why there is no ``manifest``."""
+    """A directory that is a checkpoint, or was one; ``damage`` tells why there is no ``head`` of its manifest."""
 
     path: Path
-    manifest: Manifest | None
+    head: Head | None
     damage: str = ""
 
 
@@ -79,13 +79,12 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
 
 def _newest_first(found: Iterable[Found]) -> Iterator[tuple[Path, str]]:
     """Yield the checkpoints, newest first, each with its fault by manifest and file sizes, or an empty text."""
-    newest_first = sorted(found, key=lambda each: -each.manifest.serial if each.manifest else -math.inf)
-    for path, manifest, damage in newest_first:
-        try:
-            if manifest is not None:
-                manifest.check_files(path, verify=False)
-        except (ValueError, OSError) as error:
-            damage = str(error)
+    for path, head, damage in sorted(found, key=lambda each: each.head.serial if each.head else math.inf, reverse=True):
+        if head is not None:
+            try:
+                read_manifest(path).check_files(path, verify=False)
+            except (ValueError, OSError) as error:
+                damage = str(error)
         yield path, damage
 
 
@@ -172,7 +171,7 @@ def prune(path: Path, keep: int, runs: Collection[str]) -> None:
     Warns of what can't be removed, and goes on with the others.
     """
     with _warning_of_what_stays():
-        own = [each for each in _found_in(path.parent) if each.manifest and each.manifest.runs[0] in runs]
+        own = [each for each in _found_in(path.parent) if each.head is not None and set(each.head.runs[:1]) & set(runs)]
         whole = (path for path, damage in _newest_first(own) if not damage) if len(own) > keep else iter(())
         for older in islice(whole, keep, None):
             with _warning_of_what_stays():
@@ -194,7 +193,7 @@ def finish_removal(path: Path) -> None:
     if not removed.exists():
         return
     if not (path / MANIFEST).exists():  # else another one has been put there since
-        for name, known in read_manifest(path.parent, removed.name).files.items():
+        for name, known in manifest_in(removed).files.items():
             with suppress(FileNotFoundError):
                 if (path / name).stat().st_size == known.bytes:  # else something else has been put there since
                     (path / name).unlink()
@@ -259,7 +258,7 @@ def _found_at(places: Iterable[str]) -> Iterator[Found]:
     """Yield the checkpoints among these ``places``."""
     for path in map(Path, places):
         try:
-            yield Found(path, read_manifest(path))
+            yield Found(path, read_head(path))
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             if os.path.exists(path / OBJECTS) and not path.with_name(path.name + _REMOVED).exists():
                 yield Found(path, None, f"{path}: expected a checkpoint with a {MANIFEST}, found none to read")

@@ -1,4 +1,8 @@
-"""The manifest: a checkpoint's tensors, and its files with sizes and checksums, as one JSON file written last."""
+"""The manifest: a checkpoint's tensors, and its files with sizes and checksums, as one JSON file written last.
+
+Its first line tells to which run the checkpoint belongs and how new it is. Only that line is read of checkpoints that a
+save or ``latest`` passes by.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,6 +65,14 @@ class SavedTensor:
         return dtype
 
 
+class Head(NamedTuple):
+    """The first line of a manifest; see ``Manifest`` for what its values mean."""
+
+    format: int
+    serial: int
+    runs: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The description of a checkpoint.
@@ -104,7 +116,9 @@ class Manifest:
         """Return the manifest as JSON, with a digest of its content."""
         content = asdict(self)
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
-        return json.dumps({**content, "digest": _digest(content)})
+        head = {name: content[name] for name in Head._fields}
+        rest = {name: each for name, each in content.items() if name not in head}
+        return f"{json.dumps(head)[:-1]},\n{json.dumps({**rest, 'digest': _digest(content)})[1:]}"
 
     def check_files(self, folder: Path, names: Iterable[str] | None = None, verify: bool = True) -> None:
         """Raise ``ValueError`` for the first file (of ``names``) whose size, or whose checksum, isn't the manifest's.
@@ -124,14 +138,37 @@ class Manifest:
             raise ValueError(f"{folder}: damaged, {name} {wrong}: {TAKE_ANOTHER}")
 
 
-def read_manifest(folder: str | PathLike[str], name: str = MANIFEST) -> Manifest:
-    """Read the manifest of the checkpoint ``folder``, the file ``name`` in it, check its digest, and return it.
+def read_manifest(folder: str | PathLike[str]) -> Manifest:
+    """Read the manifest of the checkpoint ``folder``, and return it.
 
     Raises:
-        ValueError: it is damaged, or of another format.
+        ValueError: there is none, it is damaged, or it is of another format.
+        OSError: it can't be read.
+    """
+    file = Path(folder) / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{folder}: expected a checkpoint with a {MANIFEST}, found none: name another folder")
+    return manifest_in(file)
+
+
+def read_head(folder: Path) -> Head:
+    """Read only the first line of the manifest of the checkpoint ``folder``.
+
+    Raises:
+        ValueError: it is damaged.
         OSError: there is none, or it can't be read.
     """
-    path = Path(folder) / name
+    path = folder / MANIFEST
+    try:
+        with path.open(encoding="utf-8") as file:
+            line = file.readline()
+        return Head(**json.loads(f"{line[:-2]}}}"))
+    except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({error!r}): {TAKE_ANOTHER}") from error
+
+
+def manifest_in(path: Path) -> Manifest:
+    """Read a manifest from the file ``path``, and check its digest; raises as ``read_manifest`` does."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("digest")

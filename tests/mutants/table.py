@@ -401,8 +401,8 @@ MUTANTS = [
     Mutant(
         "the oldest checkpoint counts as the newest",
         FOLDERS,
-        "-each.manifest.serial if",
-        "each.manifest.serial if",
+        "each.head else math.inf, reverse=True",
+        "each.head else math.inf",
         "tests/checkpoint/test_checkpoint_folders.py",
     ),
     # what callers do to parameters and gradients
