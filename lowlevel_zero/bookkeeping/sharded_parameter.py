@@ -18,16 +18,14 @@ A parameter that one rank owns whole has one row, ``p32`` of ``p``'s shape on it
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
 from ..communication.fp8 import is_rounded
-from ..communication.shard_group import ShardGroup
-from ..communication.work import Work
-from ..partition import END_TO_END, Split
+from ..partition import Split
 from .awaited import wait_for
 from .storages import flat_in_memory_order, move_onto, move_to_padded
 
@@ -258,11 +256,6 @@ class ShardedParameter:
         self.note_slice()
         self.saved_master = None
         self.stepped = master is not None or own.dtype != self.row.dtype
-
-    def gather_rows(self, group: ShardGroup) -> Work[Any]:
-        """Start gathering every rank's row into ``padded``. Communicates: all ranks call it."""
-        gather: Work[Any] = self.split.gather(group, [self.row], [self.rows], False, END_TO_END, None)
-        return gather
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """Return the elements of a tensor of ``p``'s shape in the order of ``padded``: ``[numel]``.

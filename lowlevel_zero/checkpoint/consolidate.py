@@ -32,15 +32,11 @@ def consolidate(
 ) -> None:
     """Write ``checkpoint`` as ``out/model.safetensors`` and ``out/optimizer.pt``, in one process.
 
-    The model's file has parameters and persistent buffers under all their names, tied ones under each, so that
-    ``model.load_state_dict(safetensors.torch.load_file(...))`` finds what it expects (of a compiled model, what
-    ``state_dict_for`` makes of it). The optimizer's file is a plain torch optimizer's state dict of whole tensors, as
+    The model's file has parameters and persistent buffers, tied ones under each name, as ``model.load_state_dict``
+    expects them. The optimizer's file is a plain torch optimizer's state dict of whole tensors, as
     ``LowLevelZeroOptimizer.state_dict`` gives it; of several optimizers a list or a dict of them, as they were saved.
     Large tensors are read into mapped files on ``out``'s disk, which go again: so it needs a file's size there once
     more, and no more memory than there is.
-
-    Experts of all ranks are in both files, if they have the names of one model; in the optimizer's groups they come
-    between the shared parameters that they came between, those of the first ranks first.
 
     Args:
         force: replace an earlier ``out``, if it holds nothing but these two files.
@@ -124,13 +120,11 @@ def refuse_existing(out: Path, force: bool) -> None:
 
 def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Tensor], Tensor]) -> dict[str, Tensor]:
     """Read the model's state dict; each tensor is contiguous and shares no memory, as safetensors requires."""
-    tensors = {name: value for name, value in checkpoint.objects.model.items() if isinstance(value, Tensor)}
-    extra = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
-        for name, value in tensors.items()
-    }
     found = {alias: read(name, None, checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
-    return found | extra
+    for name, value in checkpoint.objects.model.items():
+        if isinstance(value, Tensor):
+            found[name] = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
+    return found
 
 
 def _names(checkpoint: SavedCheckpoint) -> list[tuple[str, str]]:
@@ -145,20 +139,16 @@ def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Te
     for of, settings in checkpoint.objects.optimizers.items():
         states: dict[str, State] = {}
         for name in checkpoint.trained(settings):
-            state = {key: read(name, key, like) for key, like in checkpoint.states.get(name, {}).items()}
-            states[name] = _of_elements(state, checkpoint.model[name], settings[BLOCK])
+            p, stored = checkpoint.model[name], checkpoint.states.get(name, {})
+            state = states[name] = {key: read(name, key, like) for key, like in stored.items()}
+            for key in stored:
+                if is_scale(key, stored):  # of a block: repeated for each of its elements
+                    each = scales_of(state[key], settings[BLOCK], 0, p.numel())
+                    state[key] = each.as_strided(p.shape, p.stride())
         found[of] = _state_dict(settings, states)
     if set(found) == {None}:
         return found[None]
     return list(found.values()) if all(isinstance(name, int) for name in found) else found
-
-
-def _of_elements(state: State, p: Tensor, block: int) -> State:
-    """Return the state of a parameter like ``p``, with each block's scale repeated for its elements."""
-    return {
-        key: scales_of(value, block, 0, p.numel()).as_strided(p.shape, p.stride()) if is_scale(key, state) else value
-        for key, value in state.items()
-    }
 
 
 def _state_dict(settings: Settings, tensors: Mapping[str, State]) -> State:

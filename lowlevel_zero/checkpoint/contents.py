@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,17 @@ from torch import Tensor, nn
 
 from ..bookkeeping.module_names import joined, named_modules, named_tensors
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.agreement import agree_apart
 from ..communication.shard_group import ShardGroup
 from ..experts.assignment import add_companions
 from ..optimizer import LowLevelZeroOptimizer
-from ..partition import EvenSplit
-from ..state.boxes import BoxedTensor, Spans, boxed
-from ..state.global_names import check_same_experts, from_all_ranks, global_names, of_all_ranks
+from ..partition import END_TO_END
+from ..state.boxes import BoxedTensor, boxed
+from ..state.global_names import check_same_experts, global_names, of_all_ranks
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name, called
-from .plan import Keys, PlannedTensor, Share
+from .plan import Share
 from .saved import SavedCheckpoint
 from .sharded_state import ShardedState
 
@@ -53,28 +52,10 @@ class Entry(NamedTuple):
             return dist.get_process_group_ranks(self.ranks.group)[:1]
         return [holders[number % len(holders)] for holders in self.ranks.holders]
 
-    def to_save(self) -> Tensor:
-        """Return this rank's row of a trained parameter, as boxes, else the whole tensor; it shares their memory."""
-        return self.tensor.detach() if self.record is None else self._boxed(self.record.row)
-
-    def row_to_load(self, record: ShardedParameter, dtype: torch.dtype) -> BoxedTensor:
-        """Return memory for this rank's row in the saved dtype: that of the row itself, if it has this dtype."""
-        return self._boxed(record.row if record.row.dtype == dtype else torch.empty_like(record.row, dtype=dtype))
-
-    def _boxed(self, row: Tensor) -> BoxedTensor:
+    def boxed(self, row: Tensor) -> BoxedTensor:
+        """Return this rank's ``row`` of a trained parameter as boxes; they share its memory."""
         assert self.record is not None
         return boxed(row, self.record.split, self.ranks.rank, self.saved.shape, self.saved.stride)
-
-
-def planned_tensor(keys: Keys, tensor: Tensor, writers: Sequence[int]) -> PlannedTensor:
-    """Return the plan of a tensor whose parts these ranks write; the first writes all of one that isn't divided."""
-    split: Spans = EvenSplit(tensor.numel(), 1)
-    if isinstance(tensor, BoxedTensor):
-        strides = tensor.strides
-        split = tensor.split_by if tensor.numel() and tensor.split_by is not None else split
-    else:
-        strides = _without_values(tensor).stride()
-    return PlannedTensor(keys, tensor.dtype, tuple(tensor.shape), strides, split, writers[: split.world_size])
 
 
 class Contents:
@@ -184,29 +165,31 @@ class Contents:
         """Return the plan and the values of the tensors that this rank saves. Doesn't communicate."""
         states = {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
         place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group.group))}
-        share = Share([], {}, {}, {("model", alias): ("model", name) for alias, name in self.tied.items()})
+        share = Share(self.group.group_rank, tied={("model", a): ("model", name) for a, name in self.tied.items()})
         for number, (name, entry) in enumerate(self.entries.items()):
             if name not in self.excluded:
                 writers = [place[rank] for rank in entry.writers(number)]
-                tensors: dict[Keys, Tensor] = {("model", name): entry.to_save()}
-                tensors |= {("optim", "state", name, key): each for key, each in states.get(name, {}).items()}
-                planned = [planned_tensor(keys, tensor, writers) for keys, tensor in tensors.items()]
-                (share.experts.setdefault(name, []) if entry.shard_group else share.plan).extend(planned)
-                for each in planned:
-                    if place[dist.get_rank()] in each.writers:
-                        share.values[each.path] = _elements(tensors[each.path])
+                own = entry.tensor if entry.record is None else entry.boxed(entry.record.row)
+                share.add(("model", name), own, writers, entry.shard_group > 0)
+                for key, each in states.get(name, {}).items():
+                    share.add(("optim", "state", name, key), each, writers, entry.shard_group > 0)
         return share
-
-    def add_experts(self, share: Share) -> None:
-        """Add the experts of all ranks to the plan of a share. Communicates if the model has experts."""
-        experts = dict(share.experts)
-        for of_rank in from_all_ranks(self.groups, share.experts):
-            experts |= {name: planned for name, planned in of_rank.items() if name not in experts}
-        share.plan += (each for name in sorted(experts) for each in experts[name])
 
     # ---- whether it is the same model ----
 
-    def check_same(self, manifest: Manifest) -> None:
+    def check_same(self, checkpoint: SavedCheckpoint, schedulers: Mapping[Name, Any]) -> None:
+        """Raise ``ValueError`` unless the checkpoint is one of this model, its optimizers and their ``schedulers``."""
+        self._check_same_model(checkpoint.manifest)
+        for name, settings in checkpoint.objects.optimizers.items():
+            try:
+                self.states_of[name].check(settings, {})
+            except ValueError as error:
+                raise error if name is None else ValueError(f"{called(name)}: {error}") from error
+            if name in schedulers and settings["scheduler"] is None:
+                kind = called(name, "scheduler")
+                raise ValueError(f"{kind}: {checkpoint.path} was saved without one: leave it out, or save with it")
+
+    def _check_same_model(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` unless the checkpoint has the same tensors, shapes, kinds of dtype, ties and experts."""
         saved = {**manifest.tensors, **manifest.excluded}
         check_same_experts(self.experts, manifest.experts)
@@ -231,11 +214,14 @@ class Contents:
     # ---- loading ----
 
     @torch.no_grad()
-    def load_objects(self, saved: SavedCheckpoint, undo: ExitStack) -> None:
-        """Load modules' extra states, optimizers' settings and unsplit states; fill ``undo``. Doesn't communicate.
+    def load_objects(self, saved: SavedCheckpoint, schedulers: Mapping[Name, Any], undo: ExitStack) -> None:
+        """Load schedulers, modules' extra states, optimizers' settings and unsplit states. Doesn't communicate.
 
         Slices of the optimizers' states have no values until ``read``. ``undo`` gets what takes it all back.
         """
+        for of, scheduler in schedulers.items():
+            undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
+            scheduler.load_state_dict(saved.objects.optimizers[of]["scheduler"])
         for name, module in self._stateful.items():
             if name in saved.objects.model:
                 undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
@@ -246,17 +232,30 @@ class Contents:
 
     @torch.no_grad()
     def read(self, saved: SavedCheckpoint) -> None:
-        """Read this rank's part of each saved tensor into place, one parameter at a time. Doesn't communicate."""
-        for name, entry in self.entries.items():
-            record, like = entry.record, saved.model.get(name)
-            if like is not None and record is not None:
-                row = entry.row_to_load(record, like.dtype)
-                saved.read(row, name)
-                record.load_row(row.local, self.states_of[entry.saved.optimizer].read(name, saved))
-            elif like is not None and like.numel():
-                whole = torch.empty_like(like, device=entry.tensor.device)
-                saved.read(whole, name)
-                _overwrite(entry.tensor.detach(), whole)
+        """Read this rank's part of each saved tensor into place, one parameter at a time. Doesn't communicate.
+
+        Raises:
+            RuntimeError: a file can't be read; a part of the checkpoint has been loaded then.
+        """
+        try:
+            for name, entry in self.entries.items():
+                record, like = entry.record, saved.model.get(name)
+                if like is not None and record is not None:
+                    own = (
+                        record.row if record.row.dtype == like.dtype else torch.empty_like(record.row, dtype=like.dtype)
+                    )
+                    row = entry.boxed(own)
+                    saved.read(row, name)
+                    record.load_row(row.local, self.states_of[entry.saved.optimizer].read(name, saved))
+                elif like is not None and like.numel():
+                    whole = torch.empty_like(like, device=entry.tensor.device)
+                    saved.read(whole, name)
+                    _overwrite(entry.tensor.detach(), whole)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(
+                f"{saved.path}: rank {self.group.group_rank} could not read it to its end ({error}): the model and its "
+                "optimizers hold a part of it by now, so load a checkpoint before going on"
+            ) from error
 
     @torch.no_grad()
     def gather(self, objects: Objects) -> None:
@@ -265,7 +264,7 @@ class Contents:
         trained = [(entry.record, entry.ranks) for entry in in_order if entry.record is not None]
         for record, ranks in trained:
             if record.split.numel:
-                record.gather_rows(ranks).wait()
+                record.split.gather(ranks, [record.row], [record.rows], False, END_TO_END, None).wait()
                 torch.autograd.graph.increment_version(record.p)
             record.note_version()
         for of, state in self.states_of.items():
@@ -312,31 +311,14 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
     """Return the manifest's entry of a tensor: its shape, strides, dtype and kind; raise if it isn't dense."""
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
-    kind, like = BUFFER, _without_values(tensor)
+    kind, stride = BUFFER, torch.empty_like(tensor.detach(), device="meta").stride()  # without gaps
     if owner.record is not None:
         owner.record.take_back()
-        kind, like = TRAINABLE, tensor
+        kind, stride = TRAINABLE, tensor.stride()
     elif isinstance(tensor, nn.Parameter):
         kind = UNTRAINED if tensor.requires_grad else FROZEN
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return SavedTensor(tuple(tensor.shape), tuple(like.stride()), dtype, kind, owner.group, owner.optimizer)
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """Return the elements of this rank's part of a tensor, 1-D, in memory order; without a copy, if it has no gaps."""
-    if isinstance(tensor, BoxedTensor):
-        return tensor.local
-    return flat_in_memory_order(in_memory(tensor), _without_values(tensor)).contiguous()
-
-
-def in_memory(tensor: Tensor) -> Tensor:
-    """Return a detached tensor whose memory has its values: torch conjugates and negates some of them when read."""
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor without values, of the same shape and strides, or contiguous where those have gaps or overlap."""
-    return torch.empty_like(tensor.detach(), device="meta")
+    return SavedTensor(tuple(tensor.shape), stride, dtype, kind, owner.group, owner.optimizer)
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:

@@ -203,9 +203,9 @@ def finish_removal(path: Path) -> None:
 
 
 def claim(written: Path, name: str) -> IO[bytes]:
-    """Create and lock a file ``name`` in ``written``, which keeps others from removing the folder till it is closed.
+    """Create and lock this rank's file ``name`` in ``written``, which others don't remove till it is closed.
 
-    Every rank has a file of its own there. The system lets go of it when the process ends, however it does.
+    The system lets go of it when the process ends, however it does.
     """
     while True:
         written.mkdir(parents=True, exist_ok=True)  # another rank may be here already
@@ -231,7 +231,7 @@ def clear_remains(written: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Write a file, or a directory's names, through to the disk. A directory that can't be synced is left as it is."""
+    """Write a file, or a directory's names, through to the disk, unless it is a directory that can't be synced."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
 from .objects import read_data
 from .optimizers import (
-    Name,
     Optimizers,
-    called,
     check_optimizers,
     check_rank_state,
     check_same_optimizers,
@@ -93,11 +89,13 @@ def load_checkpoint(
         contents = Contents(model, optimizers)
         lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]
     contents.meet(doing)
-    _load_objects(saved, contents, schedulers, doing)
+    with all_or_nothing(group, doing) as undo:
+        contents.check_same(saved, schedulers)
+        contents.load_objects(saved, schedulers, undo)
     for each in optimizers.values():
         each.zero_grad()
     with together(group, doing):
-        _read(saved, contents)
+        contents.read(saved)
     contents.gather(saved.objects)
     warn_of_lost_states(group, contents.lost(saved))
     run_of(group, optimizers, saved.manifest.runs, saved.manifest.serial)
@@ -131,41 +129,6 @@ def _state_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     state = read_data(folder / name)
     assert isinstance(state, dict)
     return state
-
-
-def _load_objects(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[Name, Any], doing: str) -> None:
-    """Check that it is the same model, and load what isn't tensors, on all ranks or on none. Communicates."""
-    with all_or_nothing(contents.group, doing) as undo:
-        _check_same(saved, contents, schedulers)
-        for name, each in schedulers.items():
-            undo.callback(each.load_state_dict, copy.deepcopy(each.state_dict()))
-            each.load_state_dict(saved.objects.optimizers[name]["scheduler"])
-        contents.load_objects(saved, undo)
-
-
-def _check_same(saved: SavedCheckpoint, contents: Contents, schedulers: Mapping[Name, Any]) -> None:
-    """Raise ``ValueError`` unless the checkpoint is one of this model, its optimizers and its schedulers."""
-    contents.check_same(saved.manifest)
-    for name, settings in saved.objects.optimizers.items():
-        try:
-            contents.states_of[name].check(settings, {})
-        except ValueError as error:
-            raise error if name is None else ValueError(f"{called(name)}: {error}") from error
-        if name in schedulers and settings["scheduler"] is None:
-            raise ValueError(
-                f"{called(name, 'scheduler')}: {saved.path} was saved without one: leave it out, or save with it"
-            )
-
-
-def _read(saved: SavedCheckpoint, contents: Contents) -> None:
-    """Read this rank's part into place; a ``RuntimeError`` leaves a part of it read. Doesn't communicate."""
-    try:
-        contents.read(saved)
-    except (OSError, ValueError) as error:
-        raise RuntimeError(
-            f"{saved.path}: rank {contents.group.group_rank} could not read it to its end ({error}): the model and its "
-            "optimizers hold a part of it by now, so load a checkpoint before going on"
-        ) from error
 
 
 def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:

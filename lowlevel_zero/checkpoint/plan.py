@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..state.boxes import Box, Shape, Spans, boxes_in_memory
+from ..partition import EvenSplit
+from ..state.boxes import Box, BoxedTensor, Shape, Spans, boxes_in_memory, one_box
 from .tensor_bytes import TensorBytes
 
 TENSORS = "__{}_0.distcp"  # the file of each rank's tensors
@@ -56,23 +57,34 @@ class PlannedTensor(NamedTuple):
 
 @dataclass
 class Share:
-    """The part of a checkpoint that this rank writes.
+    """The part of a checkpoint that rank ``rank`` writes.
 
     Attributes:
         plan: the tensors that all ranks have a part of; when the first rank writes, the tensors of all ranks.
-        experts: the tensors of parameters that fewer ranks share, by the parameter's name.
+        experts: the tensors of this rank's parameters that fewer ranks share.
         values: by the keys of the tensors that this rank writes, the elements of its parts, 1-D.
         tied: keys of further names of tensors, with the keys of the first name.
         files: the content of further files, by name.
         pickles: by keys, what isn't a tensor but is to be found by torch's tools; behind this rank's tensors.
     """
 
-    plan: list[PlannedTensor]
-    experts: dict[str, list[PlannedTensor]]
-    values: dict[Keys, Tensor]
-    tied: dict[Keys, Keys]
+    rank: int
+    plan: list[PlannedTensor] = field(default_factory=list)
+    experts: list[PlannedTensor] = field(default_factory=list)
+    values: dict[Keys, Tensor] = field(default_factory=dict)
+    tied: dict[Keys, Keys] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     pickles: dict[Keys, bytes] = field(default_factory=dict)
+
+    def add(self, path: Keys, tensor: Tensor, writers: Sequence[int], is_expert: bool = False) -> None:
+        """Add a tensor whose parts these ranks write; the first of them writes all of one that isn't divided."""
+        boxes = tensor if isinstance(tensor, BoxedTensor) else one_box(tensor)
+        split: Spans = boxes.split_by if boxes.numel() else EvenSplit(0, 1)
+        ranks = writers[: split.world_size]
+        planned = PlannedTensor(path, boxes.dtype, tuple(boxes.shape), boxes.strides, split, ranks)
+        (self.experts if is_expert else self.plan).append(planned)
+        if self.rank in ranks:
+            self.values[path] = boxes.local
 
 
 def name_of(path: Keys) -> str:

@@ -23,9 +23,10 @@ from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import BY_ELEMENTS
+from ..state.global_names import from_all_ranks
 from ..streams import streams_of
 from .background import Background
-from .contents import Contents, in_memory, planned_tensor
+from .contents import Contents
 from .folders import check_target, prune
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed, saved_bytes
@@ -111,7 +112,8 @@ def save_checkpoint(
         share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
     _tell_untrained(contents)
     run = run_of(group, optimizers)
-    contents.add_experts(share)
+    experts = {each.path: each for of_rank in from_all_ranks(contents.groups, share.experts) for each in of_rank}
+    share.plan += (experts[path] for path in sorted(experts))
     token = hashlib.sha256(f"{run.ids[0]} ".encode() + os.fsencode(target)).hexdigest()[:16]
     writer = CheckpointWriter(target, token, group, _manifest(contents, run), share)
     write = partial(_write, writer, keep if group.group_rank == 0 else None, run)
@@ -193,9 +195,9 @@ def _prepare(
         named = objects.by_keys()
         share.files[OBJECTS] = content
         share.pickles = {keys: saved_bytes(each) for keys, each in named.items() if not isinstance(each, Tensor)}
-        tensors = {keys: in_memory(value).contiguous() for keys, value in named.items() if isinstance(value, Tensor)}
-        share.plan += (planned_tensor(keys, value, [0]) for keys, value in tensors.items())
-        share.values |= {keys: value.view(-1) for keys, value in tensors.items()}
+        for keys, value in named.items():
+            if isinstance(value, Tensor):
+                share.add(keys, value, [0])
     if staging is not None:
         last = context_of(contents.group.group).writing
         share.values = staging.stage(share.values, last.staging if isinstance(last, Saving) else None)

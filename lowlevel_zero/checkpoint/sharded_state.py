@@ -61,13 +61,9 @@ class _Division(NamedTuple):
 class ShardedState:
     """The tensors and the settings of an optimizer's state, by parameter name, to save and to load.
 
-    Tensors go by parameter and key. What has one number an element of the parameter is a ``BoxedTensor`` of the
-    parameter's shape, whatever the world size. What hasn't (a step counter) is the same on every rank, and whole.
-
-    Settings are numbers, strings, lists, dicts and small tensors: ``class`` (the wrapped optimizer's name),
-    ``param_groups`` (their ``params`` are names), ``loss_scale``, ``plans`` (the bucket orders that the first steps
-    have taught, one for each shard group) and ``states`` (those that aren't tensors). They are the same on all
-    ranks, and tell of all ranks' experts; tensors are this rank's alone.
+    Tensors go by parameter and key, and are this rank's alone. What has one number an element of the parameter is a
+    ``BoxedTensor`` of the parameter's shape. What hasn't (a step counter) is the same on every rank, and whole.
+    Settings are the same on all ranks, and tell of all ranks' experts.
 
     When it is made, gathers are over, and masters follow what others wrote into parameters. Before it is used, ``meet``
     is called, on all ranks.
@@ -177,7 +173,11 @@ class ShardedState:
         return found
 
     def settings(self) -> State:
-        """Return the part of the state that isn't in ``tensors``: class, param groups, loss scale, bucket plans."""
+        """Return what isn't in ``tensors``: numbers, strings, lists, dicts and small tensors.
+
+        They are the class's name, the block size, param groups (their ``params`` are names), the loss scale, a bucket
+        plan for each shard group that has learnt one, states that aren't tensors, and states of no parameter.
+        """
         groups = zip(self._optim.param_groups, self._group_names, strict=True)
         return {
             CLASS: type(self._optim).__name__,
@@ -217,8 +217,8 @@ class ShardedState:
     def read(self, name: str, saved: SavedCheckpoint) -> Tensor | None:
         """Read this rank's slices of a parameter's states in place of ``load``'s placeholders, and return its master.
 
-        Their memory is that of the states that ``load`` has replaced, where those are of the same kind. None: no master
-        was saved, or it has no place here. Doesn't communicate.
+        Their memory is that of the states that ``load`` has replaced, where those are of the same kind. None: there is
+        no master, or no place for it. Doesn't communicate.
         """
         record, likes = self._records[name], saved.states.get(name, {})
         former = self._former.pop(record, {})
@@ -328,10 +328,7 @@ class ShardedState:
     ) -> dict[ShardedParameter, State]:
         """Take each parameter's loaded states and master out of ``tensors``, and return them as this rank holds them.
 
-        They are taken out of ``tensors``, parameter by parameter, so that few are held twice.
-
-        Raises:
-            ValueError: a tensor is of another shape, or in another memory order, or isn't among those that were given.
+        Parameter by parameter, so that few are held twice. ``ValueError`` if a tensor is missing, or of another shape.
         """
         found: dict[ShardedParameter, State] = {}
         for name, record in self._records.items():
@@ -347,20 +344,11 @@ class ShardedState:
         return found
 
     def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any], undo: ExitStack) -> None:
-        """Load states, except masters, and group settings into the wrapped optimizer; ``undo`` gets the way back.
-
-        Checked settings are expected.
-        """
+        """Load states, except masters, and checked settings of groups; ``undo`` gets the way back."""
         held = ((record, self._optim.state.get(record.p32, {})) for record in self._records.values())
         self._former = {record: dict(state) for record, state in held if record.owns_some}
-        load_slices(
-            self._optim,
-            self._optimizer.sharded_parameters,
-            settings["param_groups"],
-            slices,
-            settings.get(OTHERS, {}),
-            undo,
-        )
+        store, others = self._optimizer.sharded_parameters, settings.get(OTHERS, {})
+        load_slices(self._optim, store, settings["param_groups"], slices, others, undo)
 
     def load_progress(self, settings: Mapping[str, Any]) -> None:
         """Load the loss scale and the bucket plans. Gradients must have been cleared."""

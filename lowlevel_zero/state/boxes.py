@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed.checkpoint.planner
@@ -17,20 +17,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from ..bookkeeping.storages import flat_in_memory_order
+from ..partition import EvenSplit, Split
+
 Shape = tuple[int, ...]
 # The base class by which torch 2.4 recognises a tensor that describes itself; later versions ask every tensor.
 _Asked: Any = getattr(torch.distributed.checkpoint.planner, "_Checkpointable", object)
-
-
-class Spans(Protocol):
-    """A division of a flat tensor among ranks: a split, or the blocks of one."""
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-
-    def span(self, rank: int) -> tuple[int, int]:
-        """Return the first and one-past-last element of ``rank``."""
 
 
 class Blocks(NamedTuple):
@@ -39,7 +31,7 @@ class Blocks(NamedTuple):
     ``split`` divides the other tensor. Ranks share no block where its spans begin at blocks.
     """
 
-    split: Spans
+    split: Split
     size: int
 
     @property
@@ -52,6 +44,9 @@ class Blocks(NamedTuple):
         start, stop = self.split.span(rank)
         end = -(-stop // self.size)
         return (start // self.size if start < stop else end), end
+
+
+Spans: TypeAlias = Split | Blocks  # a division of a flat tensor among ranks
 
 
 class Box(NamedTuple):
@@ -105,17 +100,17 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         local: the rank's elements, 1-D, in memory order.
         start: the place of the first one.
         strides: the strides of the whole tensor.
-        split_by: divides the elements among ranks; None: it isn't known.
+        split_by: divides the elements among ranks.
     """
 
     local: Tensor
     start: int
     strides: Shape
-    split_by: Spans | None
+    split_by: Spans
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], split: Spans | None = None
+        cls, local: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], split: Spans
     ) -> BoxedTensor:
         made: BoxedTensor = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
@@ -162,8 +157,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         assert index.offset is not None
         return _with_storage_of_its_own(self.parts()[tuple(index.offset)])
 
-    def _create_write_items(self, name: str, _: object) -> list[WriteItem]:  # as torch 2.4 calls them
-        return self.__create_write_items__(name, _)
+    _create_write_items = __create_write_items__  # as torch 2.4 calls them
 
     def _create_chunk_list(self, _: object) -> list[ChunkStorageMetadata]:
         return self.__create_chunk_list__()
@@ -199,12 +193,19 @@ def boxed(own: Tensor, split: Spans, rank: int, shape: Sequence[int], stride: Se
     return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride, split)
 
 
-def _with_storage_of_its_own(part: Tensor) -> Tensor:
-    """Return ``part`` over the same memory, with a storage that holds nothing else.
+def one_box(tensor: Tensor) -> BoxedTensor:
+    """Return a whole tensor as a ``BoxedTensor`` that one rank has; over the same memory, unless that has gaps.
 
-    torch.distributed.checkpoint copies parts of larger storages before it writes them, and some versions keep all
-    copies to the end.
+    torch conjugates and negates some tensors when they are read: the box has the values.
     """
+    values = tensor.detach().resolve_conj().resolve_neg()
+    like = torch.empty_like(values, device="meta")  # dense strides stay, and others become dense
+    flat = flat_in_memory_order(values, like).contiguous()
+    return BoxedTensor(flat, 0, tensor.shape, like.stride(), EvenSplit(len(flat), 1))
+
+
+def _with_storage_of_its_own(part: Tensor) -> Tensor:
+    """Return ``part`` over the same memory, with a storage of its own: torch copies parts of others to write them."""
     size = part.element_size()
     start = part.storage_offset() * size
     storage = part.untyped_storage()[start : start + part.numel() * size]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state.boxes import Blocks, Box, BoxedTensor, boxes_of
 
+ALONE = EvenSplit(numel=1, world_size=1)
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
@@ -34,7 +35,7 @@ def test_parts_are_where_they_say_in_every_memory_order(shape: tuple[int, ...], 
     numbers = torch.arange(math.prod(shape)).view([shape[dim] for dim in order]).permute(back)
     start, stop = sorted(data.draw(st.integers(0, numbers.numel())) for _ in range(2))
     local = numbers.as_strided((numbers.numel(),), (1,))[start:stop]
-    parts = BoxedTensor(local, start, shape, numbers.stride()).parts()
+    parts = BoxedTensor(local, start, shape, numbers.stride(), ALONE).parts()
     for offsets, part in parts.items():
         assert torch.equal(part, region(numbers, Box(offsets, tuple(part.shape))))
     assert sum(part.numel() for part in parts.values()) == stop - start
@@ -61,14 +62,14 @@ def test_a_matrix_has_at_most_three(start: int, stop: int, expected: list[Box]) 
 
 
 def test_nothing_and_a_number_have_one() -> None:
-    nothing = BoxedTensor(torch.empty(0), 0, (0, 3), (3, 1)).parts()
+    nothing = BoxedTensor(torch.empty(0), 0, (0, 3), (3, 1), ALONE).parts()
     assert {offsets: tuple(part.shape) for offsets, part in nothing.items()} == {(0, 0): (0, 3)}
-    assert [tuple(part.shape) for part in BoxedTensor(torch.ones(1), 0, (), ()).parts().values()] == [()]
-    assert BoxedTensor(torch.empty(0), 1, (), ()).parts() == {}
+    assert [tuple(part.shape) for part in BoxedTensor(torch.ones(1), 0, (), (), ALONE).parts().values()] == [()]
+    assert BoxedTensor(torch.empty(0), 1, (), (), ALONE).parts() == {}
 
 
 def test_a_copy_has_its_own_elements_and_arithmetic_is_refused() -> None:
-    boxed = BoxedTensor(torch.arange(5.0), 2, (3, 4), (4, 1))
+    boxed = BoxedTensor(torch.arange(5.0), 2, (3, 4), (4, 1), ALONE)
     for other in (boxed.detach().clone(), boxed.to("cpu", copy=True), copy.deepcopy(boxed)):
         assert isinstance(other, BoxedTensor)
         assert (other.start, other.shape, other.strides) == (2, (3, 4), (4, 1))
