@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import parameter_names
+from ..communication.agreement import together
+from ..communication.shard_group import ShardGroup
 from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_io import BoostedCheckpointIO
-from .files import all_or_none
 from .host_accelerator import complete_cpu_accelerator
 from .lora import add_lora_parameters
 
@@ -80,7 +81,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
             ValueError, TypeError: the two don't belong together, were boosted by another plugin, or can't be sharded;
                 on a mistake of one rank, all raise.
         """
-        with all_or_none("boost its model and optimizer"):
+        with together(ShardGroup(), "boost its model and optimizer"):
             module = model.module if isinstance(model, BoostedModel) else model
             _check_pair(module, optimizer)
             if self.lora_enabled:

@@ -33,14 +33,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.background import Background
 from ..checkpoint.folders import sync
+from ..communication.agreement import together
+from ..communication.shard_group import ShardGroup
 from ..state.loading import EXTRAS, FP8
 from ..state.whole import scale_as_numbers
 from .boosted import BoostedModel, BoostedOptimizer
-from .checkpoint_checks import check_boosted, check_same_model, read_optimizer_file, shapes_in
-from .files import all_or_none, check_file_target, check_folder_target, file_beside
+from .files import (
+    check_boosted,
+    check_file_target,
+    check_folder_target,
+    check_same_model,
+    file_beside,
+    read_optimizer_file,
+    shapes_in,
+)
 
-# Keys of an index's metadata, by the names of ``WholeState.load_shards``; ColossalAI reads its own keys alone.
-_EXTRAS = {f"{EXTRAS}.{key}": key for key in ("loss_scale", FP8)}
+_OF_INDEX = f"{EXTRAS}."  # begins keys of an index's metadata, of which ColossalAI reads its own alone
 
 
 class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # ColossalAI ships no types
@@ -66,17 +74,14 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self._thread = ThreadPoolExecutor(1)
         self._writes: list[Background[None]] = []
 
-    def _sync_io(self) -> None:
-        self._raise_failures(wait=True)
-
-    def _raise_failures(self, wait: bool) -> None:
+    def _sync_io(self, wait: bool = True) -> None:
         """Raise errors of asynchronous writes that are over; with ``wait``, wait for all of them first."""
         while self._writes and (wait or self._writes[0].done()):
             self._writes.pop(0).result()
 
     def _check_target(self, checkpoint: str, index_name: str | None, use_safetensors: bool, use_async: bool) -> None:
         """Raise on rank 0 unless a checkpoint can be written there; raise earlier asynchronous failures."""
-        self._raise_failures(wait=not use_async)  # the thread may be writing there
+        self._sync_io(wait=not use_async)  # the thread may be writing there
         if not self.coordinator.is_master():
             return
         if index_name is not None:
@@ -109,11 +114,11 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         """Save a model to a file, or in pieces of ``size_per_shard`` MiB to a directory. All ranks call it."""
         use_safetensors = use_safetensors or use_async
         names = get_model_base_filenames(prefix, use_safetensors)
-        with all_or_none("save its model"):
+        with together(ShardGroup(), "save its model"):
             check_boosted(model, BoostedModel, "model")
             self._check_target(checkpoint, names[1] if shard else None, use_safetensors, use_async)
         model.finish_gathers()
-        with all_or_none("save its model"):
+        with together(ShardGroup(), "save its model"):
             if self.coordinator.is_master():
                 state_dict = _to_write(model, use_safetensors, use_async)
                 form = partial(save_state_dict, use_safetensors=use_safetensors)
@@ -133,9 +138,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         num_threads: int = 1,
     ) -> BoostedModel:
         """Load a model from a file, a directory or its index, and its master weights. All ranks call it."""
-        with all_or_none("load its model"):
+        with together(ShardGroup(), "load its model"):
             self._sync_io()
-        with all_or_none("load its model"):
+        with together(ShardGroup(), "load its model"):
             check_boosted(model, BoostedModel, "model")
             little = low_cpu_mem_mode or get_current_device().type == "cpu"  # the other way pins memory
             super().load_model(model, checkpoint, strict, little, num_threads)
@@ -161,11 +166,11 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self, model: BoostedModel, checkpoint: str, use_safetensors: bool = False, state_dict: Any = None
     ) -> None:
         """Save the adapters, in peft's layout, to a directory; rank 0 writes. All ranks call it."""
-        with all_or_none("save its adapters"):
+        with together(ShardGroup(), "save its adapters"):
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
                 raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file: name one")
-        with all_or_none("save its adapters"):
+        with together(ShardGroup(), "save its adapters"):
             super().save_lora_as_pretrained(model, checkpoint, use_safetensors, state_dict)
 
     # ---- optimizers ----
@@ -185,14 +190,14 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         A directory has an index, a file of param groups, and pieces of the state.
         """
         names = get_optimizer_base_filenames(prefix, use_async)
-        with all_or_none("save its optimizer"):
+        with together(ShardGroup(), "save its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
             self._check_target(checkpoint, names[1] if shard else None, use_async, use_async)
         if shard:
             self._save_pieces(optimizer, checkpoint, names, size_per_shard, use_async)
             return
         state_dict = optimizer.state_dict({} if use_async else None, only_on_master=True)
-        with all_or_none("save its optimizer"):
+        with together(ShardGroup(), "save its optimizer"):
             if self.coordinator.is_master():
                 self._do(partial(_write_file, state_dict, checkpoint, _optimizer_form(use_async)), use_async)
 
@@ -201,12 +206,16 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     ) -> None:
         """Gather the optimizer's state on all ranks, and write it on the master as a folder of pieces. Communicates."""
         pieces = optimizer.state_dict_shard(size, {} if use_async else None, only_on_master=True)
-        with all_or_none("save its optimizer"):
+        with together(ShardGroup(), "save its optimizer"):
             try:
                 if self.coordinator.is_master():
                     taken, form = list(pieces) if use_async else pieces, _optimizer_form(use_async)
-                    packed = optimizer.whole_state.packed_groups()
-                    groups = partial(_save_groups, packed, names[2], _metadata(optimizer))
+                    extras = {
+                        "loss_scale": scale_as_numbers(optimizer.scaler),
+                        FP8: optimizer.options.communication.fp8,
+                    }
+                    metadata = {f"{_OF_INDEX}{key}": value for key, value in extras.items() if value}
+                    groups = partial(_save_groups, optimizer.whole_state.packed_groups(), names[2], metadata)
                     self._do(partial(_write_folder, taken, checkpoint, names, form, groups), use_async)
             finally:
                 for _ in pieces:  # to the end even after an error: the other ranks gather too
@@ -221,14 +230,14 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         num_threads: int = 1,
     ) -> None:
         """Load an optimizer from a file, a directory or its index. All ranks call it."""
-        with all_or_none("load its optimizer"):
+        with together(ShardGroup(), "load its optimizer"):
             self._sync_io()
-        with all_or_none("load its optimizer"):
+        with together(ShardGroup(), "load its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
             super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
 
     def load_unsharded_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str, *_: Any, **__: Any) -> None:
-        """Load an optimizer from one file; every rank reads it."""
+        """Load an optimizer from one file, which every rank reads."""
         optimizer.load_state_dict(read_optimizer_file(checkpoint))
 
     def load_sharded_optimizer(
@@ -244,14 +253,14 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             optimizer.whole_state.load_shards(
                 read_optimizer_file(groups_file),
                 (read_optimizer_file(file) for file in files),
-                {key: index.metadata[full] for full, key in _EXTRAS.items() if full in index.metadata},
+                {key.removeprefix(_OF_INDEX): v for key, v in index.metadata.items() if key.startswith(_OF_INDEX)},
             )
 
     # ---- schedulers ----
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Save a scheduler to a file, which rank 0 writes. All ranks call it."""
-        with all_or_none("save its scheduler"):
+        with together(ShardGroup(), "save its scheduler"):
             if self.coordinator.is_master():
                 check_file_target(checkpoint)
                 with file_beside(checkpoint) as path:
@@ -259,7 +268,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
         """Load a scheduler from a file, which every rank reads."""
-        with all_or_none("load its scheduler"):
+        with together(ShardGroup(), "load its scheduler"):
             super().load_lr_scheduler(lr_scheduler, checkpoint)
 
 
@@ -350,9 +359,3 @@ def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> di
                 state_dict[name] = value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
             seen.add(address)
     return state_dict
-
-
-def _metadata(optimizer: BoostedOptimizer) -> dict[str, Any]:
-    """Return the loss scale and fp8 option for the metadata of an optimizer's index."""
-    own = {"loss_scale": scale_as_numbers(optimizer.scaler), FP8: optimizer.options.communication.fp8}
-    return {f"{EXTRAS}.{key}": value for key, value in own.items() if value}
