@@ -19,7 +19,7 @@ from ..experts.assignment import add_companions
 from ..optimizer import LowLevelZeroOptimizer
 from ..partition import END_TO_END
 from ..state.boxes import BoxedTensor, boxed
-from ..state.global_names import check_same_experts, global_names, of_all_ranks
+from ..state.global_names import from_all_ranks, global_names
 from .manifest import BUFFER, FROZEN, TRAINABLE, UNTRAINED, Manifest, SavedTensor
 from .objects import Objects
 from .optimizers import Name, called
@@ -29,6 +29,10 @@ from .sharded_state import ShardedState
 
 _EXTRA = "_extra_state"
 _BUILD_ANEW = "build the model that was saved, or load another checkpoint"
+_SHARE_ALIKE = (
+    "build the model that was saved, and share experts out among as many groups, or, before saving, give them their "
+    "numbers in the whole model, which loads at any layout"
+)
 
 
 class Entry(NamedTuple):
@@ -145,13 +149,14 @@ class Contents:
         name_of = {entry.tensor: name for name, entry in self.entries.items()}
         for each in self.states_of.values():
             each.meet(name_of)
-        self.saved, self.tied, self.extra_states = of_all_ranks(
-            self.groups,
-            {names[name]: number for name, number in self._number_of.items()},
-            {name: entry.saved for name, entry in self.entries.items()},
-            {names[alias]: names[name] for alias, name in self.tied.items()},
-            {names[name]: state for name, state in self.extra_states.items()},
-        )
+        self.saved = {name: entry.saved for name, entry in self.entries.items()}
+        self.tied = {names[alias]: names[name] for alias, name in self.tied.items()}
+        self.extra_states = {names[name]: state for name, state in self.extra_states.items()}
+        own: list[dict[str, Any]] = [self.saved, self.tied, self.extra_states]
+        apart = {names[name] for name, number in self._number_of.items() if number}
+        for of_rank in from_all_ranks(self.groups, [{n: each[n] for n in each if n in apart} for each in own]):
+            for known, others in zip(own, of_rank, strict=True):
+                known.update({name: value for name, value in others.items() if name not in known})
         self.excluded = {n: each for n, each in self.saved.items() if exclude_frozen and each.kind == FROZEN}
 
     def lines(self, number: int = 0) -> list[str]:
@@ -192,11 +197,11 @@ class Contents:
     def _check_same_model(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` unless the checkpoint has the same tensors, shapes, kinds of dtype, ties and experts."""
         saved = {**manifest.tensors, **manifest.excluded}
-        check_same_experts(self.experts, manifest.experts)
         for name in (*self.saved, *saved):
             if name not in saved or name not in self.saved:
                 one, other = ("model", "checkpoint") if name in self.saved else ("checkpoint", "model")
-                raise ValueError(f"{name}: the {one} has it, the {other} doesn't: {_BUILD_ANEW}")
+                remedy = _SHARE_ALIKE if self.experts or manifest.experts else _BUILD_ANEW
+                raise ValueError(f"{name}: the {one} has it, the {other} doesn't: {remedy}")
             ours, theirs = self.saved[name], saved[name]
             if ours.shape != theirs.shape:
                 raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: {_BUILD_ANEW}")

@@ -50,10 +50,6 @@ class PlannedTensor(NamedTuple):
             for box, strides in boxes_in_memory(self.shape, self.strides, start, stop):
                 yield box, TensorBytes(self.dtype, box.sizes, strides)
 
-    def parts_of(self, rank: int) -> list[int]:
-        """Return the parts that ``rank`` writes."""
-        return [part for part, writer in enumerate(self.writers) if writer == rank]
-
 
 @dataclass
 class Share:

@@ -67,15 +67,12 @@ class SavedCheckpoint:
         for full, described in self.metadata.state_dict_metadata.items():
             keys = self.metadata.planner_data[full]
             if keys[:2] == _STATE and isinstance(described, TensorStorageMetadata):
-                found.setdefault(keys[2], {})[keys[3]] = self._state(described, keys[2], keys[3])
-        order = {name: sorted(state, key=lambda key: (key != STEP, key)) for name, state in found.items()}
-        return {name: {key: state[key] for key in order[name]} for name, state in found.items()}
-
-    def _state(self, described: TensorStorageMetadata, name: str, key: str) -> Tensor:
-        entry, size, dtype = self.manifest.tensors.get(name), tuple(described.size), described.properties.dtype
-        if entry is None or size != entry.shape:
-            return torch.empty(size, dtype=dtype, device="meta")
-        return _like(entry, dtype)
+                entry, dtype = self.manifest.tensors.get(keys[2]), described.properties.dtype
+                plain = torch.empty(described.size, dtype=dtype, device="meta")
+                like = plain if entry is None or described.size != entry.shape else _like(entry, dtype)
+                found.setdefault(keys[2], {})[keys[3]] = like
+        step_first = {name: sorted(state, key=lambda key: (key != STEP, key)) for name, state in found.items()}
+        return {name: {key: found[name][key] for key in keys} for name, keys in step_first.items()}
 
     def trained(self, settings: Settings) -> list[str]:
         """Return the parameters that the optimizer of these settings trains, in order of registration."""
@@ -99,20 +96,15 @@ class SavedCheckpoint:
             ValueError: a file is damaged.
             OSError: it can't be read.
         """
-        if key is None:
-            self._fill(name_of(("model", name)), tensor, self.model[name].stride())
-        else:
-            self._fill(name_of((*_STATE, name, key)), tensor, self.states[name][key].stride())
-
-    def _fill(self, full: str, tensor: Tensor, saved: Shape) -> None:
-        """Read a saved tensor, or boxes of it, into place; one of another memory order is read whole, and reordered."""
+        like = self.model[name] if key is None else self.states[name][key]
+        full, saved = name_of(("model", name) if key is None else (*_STATE, name, key)), like.stride()
         if isinstance(tensor, BoxedTensor):
             flat, start, strides = tensor.local, tensor.start, tensor.strides
         else:
             flat, start, strides = flat_in_memory_order(tensor, tensor), 0, tensor.stride()
         if _same_order(tensor.shape, strides, saved):
             self._read_range(full, flat, start, saved)
-        elif flat.numel():
+        elif flat.numel():  # it is read whole, and reordered
             whole = torch.empty_strided(tensor.shape, saved, dtype=flat.dtype, device="cpu")
             self._read_range(full, whole.as_strided((whole.numel(),), (1,)), 0, saved)
             like = torch.empty_strided(tensor.shape, strides, device="meta")

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,12 +111,12 @@ def save_checkpoint(
     with together(group, doing) as lines:
         share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
     _tell_untrained(contents)
-    run = run_of(group, optimizers)
+    runs, serial = run_of(group, optimizers)
     experts = {each.path: each for of_rank in from_all_ranks(contents.groups, share.experts) for each in of_rank}
     share.plan += (experts[path] for path in sorted(experts))
-    token = hashlib.sha256(f"{run.ids[0]} ".encode() + os.fsencode(target)).hexdigest()[:16]
-    writer = CheckpointWriter(target, token, group, _manifest(contents, run), share)
-    write = partial(_write, writer, keep if group.group_rank == 0 else None, run)
+    token = hashlib.sha256(f"{runs[0]} ".encode() + os.fsencode(target)).hexdigest()[:16]
+    writer = CheckpointWriter(target, token, group, _manifest(contents, runs, serial), share)
+    write = partial(_write, writer, keep if group.group_rank == 0 else None, runs)
     if async_save:
         saving.start(write)
         context_of(group.group).writing = saving
@@ -204,11 +204,11 @@ def _prepare(
     return share
 
 
-def _write(writer: CheckpointWriter, keep: int | None, run: Run) -> Path:
+def _write(writer: CheckpointWriter, keep: int | None, runs: Sequence[str]) -> Path:
     """Write a checkpoint, and then start a thread that removes older ones of this run; nobody waits for it."""
     path = writer.write()
     if keep is not None:
-        Thread(target=prune, args=(path, keep, run.ids), name="lowlevel_zero pruning").start()
+        Thread(target=prune, args=(path, keep, runs), name="lowlevel_zero pruning").start()
     return path
 
 
@@ -224,25 +224,19 @@ def finish_last(group: ShardGroup) -> None:
             ) from error
 
 
-class Run(NamedTuple):
-    """The ids of a run and its predecessors, and the serial number of its newest checkpoint."""
-
-    ids: tuple[str, ...]
-    serial: int
-
-
 def run_of(
     group: ShardGroup, optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = (), serial: int = 0
-) -> Run:
-    """Return the run of these optimizers, and store it in them. The first call communicates: the first rank names it.
+) -> tuple[tuple[str, ...], int]:
+    """Return the ids of these optimizers' run and of its predecessors, and its newest checkpoint's serial number.
 
-    ``others``: runs that it goes on from. ``serial``: that of the checkpoint that is loaded; 0: one is to be saved.
+    Both are stored in the optimizers. The first call communicates: the first rank names the run. ``others``: runs that
+    it goes on from. ``serial``: that of the checkpoint that is loaded; 0: one is to be saved.
     """
     known = [run for optimizer in optimizers.values() for run in optimizer.runs]
     known = known or [f"{group.from_rank_zero([secrets.randbits(62)])[0]:016x}"]
     newest = max(optimizer.serial for optimizer in optimizers.values())
     newest = max(serial, newest) if serial else max(time.time_ns(), newest + 1)
-    run = Run(tuple(dict.fromkeys((*known, *others))), newest)
+    run = tuple(dict.fromkeys((*known, *others))), newest
     for optimizer in optimizers.values():
         optimizer.runs, optimizer.serial = run
     return run
@@ -286,7 +280,7 @@ def _settings(contents: Contents, name: Name, scheduler: Any) -> Settings:
     }
 
 
-def _manifest(contents: Contents, run: Run) -> Manifest:
+def _manifest(contents: Contents, runs: tuple[str, ...], serial: int) -> Manifest:
     """Return the manifest of a checkpoint to be written, yet without its files' sizes and checksums."""
     return Manifest(
         version=__version__,
@@ -294,11 +288,11 @@ def _manifest(contents: Contents, run: Run) -> Manifest:
         world_size=contents.group.ranks,
         stage=next(iter(contents.optimizers.values())).options.stage,
         saved=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        serial=run.serial,
+        serial=serial,
         tensors={name: tensor for name, tensor in contents.saved.items() if name not in contents.excluded},
         tied=contents.tied,
         files={},
         experts=contents.experts,
         excluded=contents.excluded,
-        runs=run.ids,
+        runs=runs,
     )

@@ -80,7 +80,7 @@ class CheckpointWriter:
         """Write this rank's parts of all tensors to ``path`` in the plan's order, and pickles; return its checksum."""
         with SummedFile(path) as file:
             for tensor in self._share.plan:
-                for part in tensor.parts_of(self._rank):
+                for part in (part for part, writer in enumerate(tensor.writers) if writer == self._rank):
                     host, at = self._share.values[tensor.path].cpu(), 0
                     for _, layout in tensor.boxes(part):
                         stop = at + layout.nbytes // layout.dtype.itemsize

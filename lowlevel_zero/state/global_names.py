@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..communication.shard_group import ShardGroup
 
@@ -76,31 +75,3 @@ def with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list
 def from_all_ranks(groups: Sequence[ShardGroup], experts: T) -> list[T]:
     """Return every rank's ``experts``. Communicates; with one shard group it returns an empty list at once."""
     return [] if len(groups) == 1 else groups[0].all_gather_object(experts)
-
-
-def of_all_ranks(
-    groups: Sequence[ShardGroup], number_of: Mapping[str, int], *own: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Return ``own`` joined with other ranks' entries of experts. Communicates with experts.
-
-    All go by global names. ``number_of``: of shard groups; experts' are above 0. As many dicts return as are given.
-    """
-    found = [dict(each) for each in own]
-    experts = [{name: value for name, value in each.items() if number_of[name]} for each in own]
-    for gathered in from_all_ranks(groups, experts):
-        for known, others in zip(found, gathered, strict=True):
-            known.update({name: value for name, value in others.items() if name not in known})
-    return found
-
-
-def check_same_experts(ours: Mapping[str, Expert], saved: Mapping[str, Expert]) -> None:
-    """Raise ``ValueError`` if as many experts no longer have the same name as when they were saved."""
-    here, there = (Counter(expert.name for expert in experts.values()) for experts in (ours, saved))
-    for name in dict.fromkeys((*here, *there)):
-        expected, got = max(here[name], 1), max(there[name], 1)
-        if expected != got:
-            raise ValueError(
-                f"{name}: expected one of {expected} groups' own, the checkpoint has {got} groups': experts "
-                "of several groups have this name, so share them out as they were saved, or give them the numbers "
-                "of the whole model before saving, which loads at any layout"
-            )

@@ -353,8 +353,8 @@ def test_experts_of_the_same_name_want_as_many_groups(before: Layout, after: Lay
 
     told = run_ranks(load, after[0])
     assert set(told) == {told[0]}
-    assert told[0].startswith("ValueError: experts.0.up.weight: expected one of")
-    assert f"{after[1]} groups' own, the checkpoint has {before[1]} groups'" in told[0]
+    assert told[0].startswith("ValueError: experts.0.up.weight")
+    assert "share experts out among as many groups" in told[0]
 
 
 def test_what_one_rank_has_otherwise_is_refused_on_all(kept: Kept, tmp_path: Path) -> None:
