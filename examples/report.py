@@ -77,7 +77,7 @@ def conclude(options: Options, model: nn.Module, history: History, text: Tensor,
     options.out.mkdir(parents=True, exist_ok=True)
     size, name = dist.get_world_size(), f"ZeRO-{options.stage}"
     tokens = len(history.train) * options.batch * options.accumulation * options.context * size
-    levels, ddp = ngrams(text, validation), estimate(model, size, stage=0).as_dict()
+    levels, ddp = ngrams(text, validation), dict(vars(estimate(model, size, stage=0)))
     summary = {**asdict(history), "world_size": size, "ngrams": levels, "ddp": ddp, "sample": sample(model, options)}
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     losses = {**levels, "GPT at first": history.validation[0][1], "GPT at last": history.validation[-1][1]}

@@ -71,12 +71,12 @@ class LossScaler:
         """Return the scale as a number. Waits for the device."""
         return float(self.scale.item())
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, float | Tensor]:
         """Return the scale and the numbers of its updates by name; they must be alike on all ranks."""
         names = ("scale", "min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
         return {f"{name} of the loss scaler": getattr(self, name) for name in names}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float | Tensor]:
         """Return the scale and counts, as copies on the device, and the updates' numbers, under ColossalAI's keys."""
         numbers = {key: getattr(self, key) for key in _NEEDED_KEYS[1:]}
         counts = dict(zip(_COUNT_KEYS, self._counts.clone().unbind(), strict=True))
@@ -94,7 +94,7 @@ class LossScaler:
         state = check_loss_scale(state_dict)
         self._counts.copy_(torch.tensor([state[key] for key in _COUNT_KEYS], device="cpu"))
         self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
-        self.hysteresis = state["hysteresis"]
+        self.hysteresis = int(state["hysteresis"])
         self._set_factors(state["growth_factor"], state["backoff_factor"])
 
     def _set_factors(self, growth_factor: float, backoff_factor: float) -> None:
@@ -103,7 +103,7 @@ class LossScaler:
         self._growth, self._backoff, self._stay = factors.unbind()  # 0-d float32 each
 
 
-def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, float]:
     """Return a scaler's state as numbers; raise if a key is missing or unknown, or a value is out of range."""
     missing = [key for key in _NEEDED_KEYS if key not in state_dict]
     unknown = [key for key in state_dict if key not in (*_NEEDED_KEYS, *_COUNT_KEYS)]

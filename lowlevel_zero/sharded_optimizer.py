@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from .bookkeeping.module_names import parameter_names
 from .bookkeeping.parameter_store import ParameterStore
@@ -35,6 +36,9 @@ from .stepper import GlobalNorm
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")
+
+
+ParamGroup: TypeAlias = dict[str, Any]  # as torch types it
 
 
 class ShardedOptimizer(Optimizer):
@@ -97,7 +101,7 @@ class ShardedOptimizer(Optimizer):
     # ---- for torch ----
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """Return the wrapped optimizer's groups; their ``params`` are slices, ``[s]`` each."""
         return self.optim.param_groups
 
@@ -106,7 +110,7 @@ class ShardedOptimizer(Optimizer):
         self.optim.param_groups = groups
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:
+    def state(self) -> defaultdict[Tensor, StateDict]:
         """Return the wrapped optimizer's state, by slice; raise ``TypeError`` for torch's ``get_state_dict``.
 
         torch's ``get_state_dict``, ``set_state_dict`` and their like look at it first, and then for the model's
@@ -127,7 +131,7 @@ class ShardedOptimizer(Optimizer):
         self.optim.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> ParamGroup:
         """Return the wrapped optimizer's defaults."""
         return self.optim.defaults
 
@@ -147,7 +151,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(
         self, pinned_state_dicts: dict[int, dict[str, Any]] | None = None, only_on_master: bool = False
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """Gather whole tensors, and return a plain torch optimizer's state dict. Every rank calls it.
 
         Tensors are gathered one at a time. fp32 masters of 16-bit parameters are one more state of each,
@@ -398,7 +402,7 @@ class ShardedOptimizer(Optimizer):
         max_shard_size: int = 1024,
         pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
         only_on_master: bool = False,
-    ) -> Iterator[tuple[dict[int, dict[str, Any]], float]]:
+    ) -> Iterator[tuple[dict[int, StateDict], float]]:
         """Gather the state in pieces of at most ``max_shard_size`` MiB, and yield them with their sizes.
 
         Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.

@@ -96,7 +96,7 @@ class DeviceStreams(Streams):
         self._device = device
         self._number = device if device.index is None else device.index  # which torch looks up in a third of the time
         self._api = api
-        self._home = self.current()
+        self._home: Any = self.current()
         handle = getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
         self._handle_of = None if device.index is None else handle  # takes a fifth of the time of ``current``
         self._beside: Any = None
@@ -197,9 +197,10 @@ class DeviceStreams(Streams):
         event.record(stream)
         return event
 
-    def current(self) -> Any:
+    def current(self) -> torch.Stream:
         """Return the device's current stream, whichever device is the current one."""
-        return self._api.current_stream(self._number)
+        stream: torch.Stream = self._api.current_stream(self._number)
+        return stream
 
 
 class _DeviceMark(Mark):

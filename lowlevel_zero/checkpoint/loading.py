@@ -15,7 +15,7 @@ from ..state.loading import all_or_nothing, warn_of_lost_states
 from .contents import Contents
 from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
-from .objects import read_data
+from .objects import Extra, read_data
 from .optimizers import (
     Optimizers,
     check_optimizers,
@@ -39,7 +39,7 @@ def load_checkpoint(
     scheduler: Any = None,
     rank_state: dict[str, Any] | None = None,
     verify: bool = True,
-) -> Any:
+) -> Extra:
     """Load what ``save_checkpoint`` saved, at any world size, stage and bucket size; every rank calls it.
 
     Each rank reads its own slices. Gradients are cleared. Nothing in a checkpoint is run: its pickles are read as
@@ -107,7 +107,7 @@ def load_checkpoint(
     return saved.objects.extra
 
 
-def read_rank_state(path: str | os.PathLike[str], rank: int) -> dict[str, Any]:
+def read_rank_state(path: str | os.PathLike[str], rank: int) -> dict[str, Extra]:
     """Return the ``rank_state`` that rank ``rank`` gave ``save_checkpoint``, or an empty dict. One process may call it.
 
     Args:

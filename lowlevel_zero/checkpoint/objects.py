@@ -25,6 +25,7 @@ from .optimizers import Name, called
 from .plan import Keys, name_of
 
 Settings: TypeAlias = dict[str, Any]
+Extra: TypeAlias = Any  # whatever the caller has given to be saved, as it comes back
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class Objects:
     model: dict[str, Any]
     extra: Any
 
-    def by_keys(self) -> dict[Keys, Any]:
+    def by_keys(self) -> dict[Keys, object]:
         """Return the values that torch's tools find by name; the param groups of all optimizers are one list."""
-        found: dict[Keys, Any] = {("model", name): value for name, value in self.model.items()}
+        found: dict[Keys, object] = {("model", name): value for name, value in self.model.items()}
         groups = [group for settings in self.optimizers.values() for group in settings["param_groups"]]
         states = {name: own for each in self.optimizers.values() for name, own in each["states"].items()}
         found |= {("optim", "state", name, key): value for name, own in states.items() for key, value in own.items()}
@@ -110,12 +111,13 @@ def saved_bytes(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(data: bytes | memoryview) -> Any:
+def unpacked(data: bytes | memoryview) -> Settings:
     """Return the value that ``packed`` has turned into ``data``. Nothing in ``data`` is run."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    value: Settings = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return value
 
 
-def read_data(path: Path) -> Any:
+def read_data(path: Path) -> Settings:
     """Read a pickle that may hold data alone, no code or classes, and return its value.
 
     Raises:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
@@ -17,7 +18,7 @@ Optimizers: TypeAlias = LowLevelZeroOptimizer | Sequence[LowLevelZeroOptimizer] 
 Name: TypeAlias = int | str | None
 
 
-def by_name(given: Any) -> dict[Name, Any]:
+def by_name(given: Any) -> dict[Name, object]:
     """Return optimizers or schedulers by name, sorted alike on all ranks; a list of one counts as that one."""
     if isinstance(given, Mapping):
         return {name: given[name] for name in sorted(given, key=str)}
@@ -41,14 +42,15 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
         TypeError: something isn't a module, an optimizer of this package's, or its name.
         ValueError: they aren't of the same ranks.
     """
-    optimizers = by_name(given)
+    optimizers: dict[Name, LowLevelZeroOptimizer] = {}
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    for name, optimizer in optimizers.items():
+    for name, optimizer in by_name(given).items():
         if isinstance(given, Mapping) and not isinstance(name, str):
             raise TypeError(f"optimizer: expected names as keys, got a {type(name).__name__}, {name!r:.40}")
         if not isinstance(optimizer, LowLevelZeroOptimizer):
             raise _not_ours(called(name), optimizer)
+        optimizers[name] = optimizer
     first, *others = optimizers.values()
     ranks = dist.get_process_group_ranks(first.shard_group.group)
     for other in others:
@@ -59,7 +61,7 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
     return optimizers
 
 
-def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Any]:
+def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Stateful | None]:
     """Return each optimizer's scheduler, or None; ``ValueError`` unless they are made up as optimizers are."""
     if scheduler is None:
         return dict.fromkeys(optimizers)
@@ -71,7 +73,7 @@ def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name,
             f"{names_text(found, 'scheduler')}: "
             "give each optimizer's own, or None for one without"
         )
-    return {name: found.get(name) for name in optimizers}
+    return {name: cast("Stateful | None", found.get(name)) for name in optimizers}
 
 
 def check_rank_state(rank_state: object) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Parameter
+from torch.optim.optimizer import StateDict
 
 from ..bookkeeping.module_names import named_tensors
 from ..bookkeeping.sharded_parameter import ShardedParameter
@@ -63,7 +64,7 @@ class Sharded(Stateful):
         self.optimizer = optimizer
         self._own = ""  # the mark that state_dict() returned last: a loaded one is another object
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Share the model's buffers, and return the state to save or load into, zeros if none is yet. Communicates.
 
         Slices share memory with the optimizer's. Edited parameters are copied into masters first. On every

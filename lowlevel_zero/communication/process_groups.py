@@ -180,7 +180,7 @@ def is_alive(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def store_of(group: dist.ProcessGroup, prefix: str = "") -> Any:
+def store_of(group: dist.ProcessGroup, prefix: str = "") -> dist.distributed_c10d.Store:
     """Return the key-value store of ``group``, with ``prefix`` before all keys."""
     store = dist.distributed_c10d._get_process_group_store(group)
     return dist.distributed_c10d.PrefixStore(_PREFIX + prefix, store) if prefix else store

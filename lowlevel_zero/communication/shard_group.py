@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import proxy
 
 import torch
@@ -45,6 +45,8 @@ from .runtime import Threads, Worker, runtime
 from .work import Chain, OnStream, Work
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
+
+T = TypeVar("T")
 
 _HOST = torch.device("cpu")
 _LEAST = torch.iinfo(torch.int64).min
@@ -350,11 +352,11 @@ class ShardGroup:
         is_heard = self.group_rank == 0 or not self.has_others
         return self.all_reduce_max(values if is_heard else [_LEAST] * len(values))
 
-    def all_gather_object(self, mine: object) -> list[Any]:
+    def all_gather_object(self, mine: T) -> list[T]:
         """Return every rank's ``mine`` in rank order, pickled on the way. Communicates."""
         if not self.has_others:
             return [mine] * self.ranks
-        gather: Work[list[Any]] = self.progress.start(
+        gather: Work[list[T]] = self.progress.start(
             AGREEMENT, None, (), Work, lambda: self._agreements().all_gather_object(mine)
         )
         return gather.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,10 +47,10 @@ class LaterRead:
             self._value.copy_(value, non_blocking=True)
         self._arrived = streams.mark()  # on the stream of the value's device, which may not be the current device
 
-    def read(self) -> Any:
-        """Wait for the copy alone, and return the numbers as nested lists."""
+    def read(self) -> Tensor:
+        """Wait for the copy alone, and return it."""
         self._arrived.synchronize()
-        return self._value.tolist()
+        return self._value
 
 
 class BadNumbers:
@@ -101,7 +101,7 @@ class BadNumbers:
         """Check the norm of the step before, if ``norm`` has put that off. Communicates if it isn't finite."""
         later, self._later = self._later, None
         if later is not None:
-            self._judge(later.read(), later.step, at_hand=False)
+            self._judge(later.read().item(), later.step, at_hand=False)
 
     def _judge(self, norm: float, step: int, at_hand: bool) -> None:
         """Count norms in a row that aren't finite; without a loss scale, raise if so asked, else warn of some."""

@@ -80,7 +80,7 @@ class Settings:
             now = tensors[0].detach() if len(tensors) == 1 else torch.cat([each.detach().flatten() for each in tensors])
             self._on_device[place] = LaterRead(now, step)
         known = before is not None and before.step == step - 1
-        return f", {before.read()} at the step before" if before is not None and known else ""
+        return f", {before.read().tolist()} at the step before" if before is not None and known else ""
 
 
 _NONE = object()

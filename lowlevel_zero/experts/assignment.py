@@ -42,14 +42,14 @@ def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
     return f"dtypes { ({dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}) }"
 
 
-def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> Any:
+def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> dist.ProcessGroup | None:
     """Return the group of all data-parallel ranks; None: the default one. Raises nothing, doesn't communicate.
 
     The group is the ``given`` one. Without it, if all trainable parameters are listed in the mapping, the group is the
     mapping's one that has the ranks of all others: ColossalAI's callers pass it so.
     """
     if given is not None or not isinstance(pg_to_param_list, Mapping) or not isinstance(optimizer, Optimizer):
-        return given
+        return given  # type: ignore[no-any-return]  # whatever it is, the checks find it
     with suppress(Exception):  # whatever is wrong with the arguments, the checks find it, where the ranks agree on it
         listed = {p for members in pg_to_param_list.values() for p in members}
         if all(p in listed or not p.requires_grad for group in optimizer.param_groups for p in group["params"]):

@@ -123,8 +123,8 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
         mine = [_at(at, each, len(targets)) for each in args[1:]] if listed else args[1:]
         if _is_sharded(target):
             record, gradients = _edited(target)
-            parts, keywords = (mapped(partial(_part, target, record), each) for each in (mine, kwargs))
-            edit = partial(_edit, func, listed, parts, keywords)
+            own = partial(_part, target, record)
+            edit = partial(_edit, func, listed, mapped(own, mine), mapped(own, kwargs))
             edits.setdefault(gradients, {}).setdefault(record, []).append(edit)
         else:
             plain.append(partial(func, [target], *mine, **kwargs))
@@ -295,7 +295,7 @@ for _in_place in (_aten.mul_, _aten.div_, _aten._foreach_mul_, _aten._foreach_di
 _BY_ELEMENTS = {"copy_", "fill_", "masked_fill_", "abs_"}
 
 
-def perform(func: Any, args: Args, kwargs: Keywords) -> Any:
+def perform(func: Any, args: Args, kwargs: Keywords) -> object:
     """Perform an operator on sharded gradients by the function of its kind."""
     return _performer(func)(func, args, kwargs)
 

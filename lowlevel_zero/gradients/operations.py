@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from ..bookkeeping.sharded_parameter import Handle
 
+T = TypeVar("T")
 Args: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 
@@ -34,15 +35,16 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((at, each.name) for at, each in named if each.alias_info is not None and each.alias_info.is_write)
 
 
-def mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+def mapped(change: Callable[[Tensor], Any], value: T) -> T:
     """Apply ``change`` to each tensor in ``value``, also in lists, tuples and dicts, and return the result."""
+    found: Any = value
     if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([mapped(change, each) for each in value])
-    if isinstance(value, dict):
-        return {name: mapped(change, each) for name, each in value.items()}
-    return value
+        found = change(value)
+    elif isinstance(value, (list, tuple)):
+        found = type(value)([mapped(change, each) for each in value])
+    elif isinstance(value, dict):
+        found = {name: mapped(change, each) for name, each in value.items()}
+    return found  # type: ignore[no-any-return]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

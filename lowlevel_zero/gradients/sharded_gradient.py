@@ -129,7 +129,7 @@ class ShardedGradient(Handle):
         array.flags.writeable = False
         return array
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[object]:
         """Gather the whole gradient, and return its numbers as nested lists. Every rank calls it."""
         return self.full_tensor().tolist()
 

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +66,7 @@ class ParameterLayout:
         owner = self.split.owner
         return self.everywhere + self.own if owner in (None, self.process_group.index(rank)) else self.everywhere
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return all fields and what follows from them, as values for JSON."""
         sizes = {name: getattr(self.split, name) for name in ("numel", "padding", "slice_size")}
         dtypes = {"dtype": dtype_text(self.dtype), "communication_dtype": dtype_text(self.communication_dtype)}
@@ -119,7 +118,7 @@ class BucketLayout:
         """Return the bytes that a row of the buffer takes while it is sent, in fp8 or in ``dtype``."""
         return encoded_size(self.planned.row) if self.planned.fp8 else self.planned.row * dtype.itemsize
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return all fields and the bytes of the buffer, as values for JSON."""
         planned = {name: getattr(self.planned, name) for name in ("body", "row", "in_place", "fp8")}
         dtypes = {"dtype": dtype_text(self.dtype), "parameter_dtype": dtype_text(self.parameter_dtype)}
@@ -170,7 +169,7 @@ class Layout:
                 found[p.process_group[owner]] += p.own.total
         return found
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return parameters, buckets and bytes, as values for JSON."""
         return {
             "world_size": self.world_size,

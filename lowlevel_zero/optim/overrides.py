@@ -20,12 +20,12 @@ from ..bookkeeping.parameter_store import ParameterStore
 _CARRIED = {"alpha", "betas", "eps", "lr", "skip_zeros", "t_alpha", "t_beta3", "weight_decay"}
 
 
-def overrides_of(optimizer: Any, p: Tensor) -> dict[str, Any]:
+def overrides_of(optimizer: Any, p: Tensor) -> dict[str, object]:
     """Return the settings that bitsandbytes' manager has for ``p`` instead of its group's; empty if none."""
     manager = getattr(optimizer, "mng", None)
     if manager is None:
         return {}
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for module, name, settings in manager.module_weight_config_triple:
         if getattr(module, name, None) is p:
             found.update(settings)

@@ -17,7 +17,7 @@ from ..layout.records import Layout, ParameterLayout, span_text
 from ..layout.text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
-def describe(checkpoint: SavedCheckpoint) -> dict[str, Any]:
+def describe(checkpoint: SavedCheckpoint) -> dict[str, object]:
     """Return a checkpoint's contents as values for JSON, without the tensors' values. Reads step counters alone.
 
     ``steps`` is the least and the most steps that a parameter has taken, or None if no state counts them. ``groups``

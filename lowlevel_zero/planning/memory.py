@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ class Estimate(Held):
         """Return the bytes of ``total`` that are on the parameters' device."""
         return self.total - self.host.total
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return all numbers by name, as values for JSON."""
         totals = {"total": self.total, "device": self.device, "host": self.host.total, "on_host": asdict(self.host)}
         return {**asdict(self), **totals}

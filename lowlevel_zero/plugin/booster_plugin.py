@@ -71,7 +71,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         criterion: Callable[..., Any] | None = None,
         dataloader: Any = None,
         lr_scheduler: Any = None,
-    ) -> tuple[nn.Module, Optimizer | None, Callable[..., Any] | None, Any, Any]:
+    ) -> tuple[nn.Module, Optimizer | None, Callable[..., object] | None, object, object]:
         """Convert and wrap the model, and shard the optimizer. Communicates: ``Booster.boost`` calls it on every rank.
 
         A boosted model or optimizer passes through, so a boosted model may get its optimizer later, or several. A new

@@ -238,7 +238,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
     def load_unsharded_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str, *_: Any, **__: Any) -> None:
         """Load an optimizer from one file, which every rank reads."""
-        optimizer.load_state_dict(read_optimizer_file(checkpoint))
+        optimizer.load_state_dict(read_optimizer_file(checkpoint, dict))
 
     def load_sharded_optimizer(
         self, optimizer: BoostedOptimizer, index_file_path: Path, prefix: str | None = None, *_: Any, **__: Any
@@ -251,8 +251,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         files, _ = index.get_checkpoint_filenames()
         with optimizer.loading_whole():
             optimizer.whole_state.load_shards(
-                read_optimizer_file(groups_file),
-                (read_optimizer_file(file) for file in files),
+                read_optimizer_file(groups_file, list),
+                (read_optimizer_file(file, dict) for file in files),
                 {key.removeprefix(_OF_INDEX): v for key, v in index.metadata.items() if key.startswith(_OF_INDEX)},
             )
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from colossalai.utils.safetensors import load_flat
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..checkpoint.folders import sync
 from .boosted import BoostedModel
 
+T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...] | None]
 
 _OTHER_MODEL = "build the model that was saved, or name another checkpoint"
@@ -30,11 +31,13 @@ def check_boosted(thing: object, kind: type, word: str) -> None:
         )
 
 
-def read_optimizer_file(path: str) -> Any:
-    """Read an optimizer's file, and return its contents; an asynchronous save's are unflattened."""
-    if path.endswith(".safetensors"):
-        return load_flat(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
+def read_optimizer_file(path: str, kind: type[T]) -> T:
+    """Read an optimizer's file, and return its contents, a ``kind``; an asynchronous save's are unflattened."""
+    flat = path.endswith(".safetensors")
+    contents = load_flat(path) if flat else torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(contents, kind):
+        raise ValueError(f"{path}: expected an optimizer's {kind.__name__}, got a {type(contents).__name__}")
+    return contents
 
 
 def shapes_in(file: str) -> Shapes:

@@ -215,7 +215,7 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> dict[str, Any]:
+def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
     """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is.
 
     Tensors in lists and dicts are cut as those beside them.

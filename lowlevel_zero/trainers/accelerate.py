@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar, overload
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import TypeVarTuple, Unpack
 
 from ..communication.process_groups import start_alone
 from ..optimizer import LowLevelZeroOptimizer
 from .checks import check_accelerator, check_loss_scales, check_plain
 from .files import load_optimizer, save_sharded
+
+M = TypeVar("M")
+Ts = TypeVarTuple("Ts")
 
 
 class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no types
@@ -42,7 +46,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
 
     # ---- prepare ----
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    @overload
+    def prepare(self, one: M, /, *, device_placement: list[bool] | None = None) -> M: ...
+    @overload
+    def prepare(self, *args: Unpack[Ts], device_placement: list[bool] | None = None) -> tuple[Unpack[Ts]]: ...
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> object:  # type: ignore[misc]
         """Prepare objects as accelerate does, models before optimizers. Every rank calls it."""
         for each in args:
             check_plain(each)
@@ -50,12 +58,13 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         ready = [self.prepare_model(each, to) if isinstance(each, nn.Module) else each for each, to in placed]
         return super().prepare(*ready, device_placement=device_placement)
 
-    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False) -> M:
         """Move, autocast and compile ``model``, without wrapping it."""
         check_plain(model)
-        return super().prepare_model(model, device_placement, evaluation_mode=True)
+        prepared: M = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return prepared
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Shard a plain optimizer of prepared models, else raise, and wrap it as accelerate does. Communicates."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             check_plain(optimizer)
@@ -121,7 +130,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         own = set(model.parameters())
         return [each for each in self._sharded() if any(record.p in own for record in each.sharded_parameters)]
 
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Raise ``NotImplementedError``: ``Join`` needs DDP."""
         raise NotImplementedError(
             "join_uneven_inputs: expected batches that are as many on every rank, as accelerate's loaders give them "
@@ -130,10 +139,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
 
     # ---- checkpoints: accelerate's, and a folder for each optimizer, in which every rank writes its slices ----
 
-    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
         """Save as accelerate does, and each optimizer's slices to a folder. Every rank calls it."""
         with self._without_optimizers():
-            saved = super().save_state(output_dir, *args, **kwargs)
+            saved: str = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
             save_sharded(optimizer, Path(saved, f"optimizer_{number}"))
         return saved

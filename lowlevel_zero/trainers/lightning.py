@@ -10,10 +10,12 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from ..checkpoint import load_checkpoint, read_rank_state, save_checkpoint
 from ..checkpoint.folders import on_first_rank
@@ -72,12 +74,12 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.optimizers = [LowLevelZeroOptimizer(each, model=module, **zero) for each in self.optimizers]
         check_loss_scales(self.optimizers)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcast rank 0's buffers, and run the module's training step."""
         self._share_buffers()
         return super().training_step(*args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's validation step; in ``fit``, broadcast rank 0's buffers before.
 
         ``trainer.validate`` doesn't communicate, as there is no DDP in it: ranks may have unequal numbers of batches.
@@ -120,7 +122,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         super().teardown()
         self.optimizers = optimizers
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> StateDict:
         """Return the whole optimizer state on rank 0. Communicates: every rank calls it."""
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
@@ -140,7 +142,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         save_checkpoint(written, self.lightning_module, self.optimizers, rank_state=rank_state)
         on_first_rank(ranks, lambda: put_in_place(written, path))
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, object]:
         """Read a file, or a folder without the optimizers' states, and return its contents."""
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]

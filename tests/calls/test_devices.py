@@ -76,7 +76,7 @@ def test_a_number_is_read_when_it_has_come_from_its_own_device(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "Event", api.Event)
     monkeypatch.setattr(torch, "empty", unpinned)
     number = LaterRead(torch.tensor(2.5).as_subclass(OnOther), step=0)
-    assert number.read() == 2.5
+    assert number.read().item() == 2.5
     assert (api.lines[OTHER].recorded, api.lines[CURRENT].recorded) == (1, 0)
     assert pinned == [(True, "cpu")]
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import ReferenceType
 
 import torch
@@ -305,7 +305,7 @@ class HostBackend(Backend):
         """Start summing a few numbers in rank order. Communicates."""
         return self._combined(value, Kind.SUM, partial(torch.sum, dim=0))
 
-    def all_gather_object(self, mine: object) -> list[Any]:
+    def all_gather_object(self, mine: T) -> list[T]:
         """Return every rank's ``mine`` in rank order, pickled on the way. Communicates."""
         data = bytearray(pickle.dumps(mine))
         length = self.maximum(torch.tensor([len(data)], device="cpu"), Kind.AGREEMENT).wait()

@@ -180,7 +180,8 @@ def open_pool(backend: HostBackend, ranks: Sequence[int], timeout: float, thread
     refusals = _refusals(addresses, ranks)
     if isinstance(own, str) or refusals:
         return refusals
-    refused = _or_why_not(lambda: own.connect(addresses, timeout))
+    theirs = [each for each in addresses if not isinstance(each, str)]
+    refused = _or_why_not(lambda: own.connect(theirs, timeout))
     return _refusals(backend.all_gather_object(refused), ranks) or own
 
 
@@ -194,7 +195,7 @@ def _or_why_not(make: Callable[[], T]) -> T | str:
         return str(error)
 
 
-def _refusals(answers: list[object], ranks: Sequence[int]) -> str:
+def _refusals(answers: Sequence[object], ranks: Sequence[int]) -> str:
     """Return the ranks that can't share memory, and their reasons, as text; empty if all can."""
     refusals = ((rank, answer) for rank, answer in zip(ranks, answers, strict=True) if isinstance(answer, str))
     return "; ".join(f"rank {rank}: {answer}" for rank, answer in refusals)
