@@ -31,6 +31,7 @@ SYMPTOMS = {
     ),
     "Backward or step raises or warns": (
         "bookkeeping/sharded_parameter.py",
+        "bookkeeping/shown_gradients.py",
         "bookkeeping/step_state.py",
         "communication/progress.py",
         "communication/shard_group.py",

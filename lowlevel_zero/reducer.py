@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from .bookkeeping import shown_gradients
 from .bookkeeping.bucket_plan import PlanState
 from .bookkeeping.gradient_sync import GradientSyncs
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.shown_gradients import hide_gradients
 from .bookkeeping.step_state import Damage, StepState, refuse_compiled
 from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
 from .communication.shard_group import ShardGroup
@@ -163,7 +163,7 @@ class Reducer:
         """
         if not record.p32.requires_grad:
             of_this_sync = self._buckets.is_open and record.index in self._buckets.arrivals
-            record.drop_gradient(earlier and not of_this_sync and record.may_be_a_sum)
+            shown_gradients.drop_unreduced(record, earlier and not of_this_sync)
             return False
         running = StepState.in_backward
         of_another = bool(running) and running[-1] is not self._state
@@ -174,7 +174,7 @@ class Reducer:
                 self._keep_until_all_agree()
                 return False
             self._state.complete = False
-            record.note_waiting()
+            shown_gradients.note_waiting(record)
             return False
         if not self._buckets.is_open and not self._begin_plain(record):
             return False
@@ -266,10 +266,11 @@ class Reducer:
     def _show_kept(self) -> None:
         """Show sharded gradients in ``p.grad``, with unreduced ones pending, until the ranks agree."""
         self._keeps_some = True
-        for record in (each for each in self._records if not each.is_empty):
-            record.show()
+        records = [record for record in self._records if not record.is_empty]
+        shown_gradients.show(records)
+        for record in records:
             record.p32.grad = record.slice_handle
-            record.note_waiting()
+            shown_gradients.note_waiting(record)
 
     # ---- one sync ----
 
@@ -302,7 +303,7 @@ class Reducer:
         """
         touched = self._gradients.touched() if self._shows_some else []
         for record in touched:
-            record.check_before_backward()
+            shown_gradients.check_before_backward(record)
         self._drop_cleared(touched, adds=True)
 
     def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None, adds: bool = False) -> None:
@@ -318,7 +319,7 @@ class Reducer:
             self._drop([record for record in cleared if record.p.grad is not None])
             cleared = [record for record in cleared if record.p.grad is None]
             self._close_sync()
-            hide_gradients(cleared)  # which packing has shown again
+            shown_gradients.hide_gradients(cleared)  # which packing has shown again
         if cleared:
             self._drop(cleared)
 
@@ -354,7 +355,7 @@ class Reducer:
         touched = self._gradients.touched()
         try:
             for record in touched:
-                record.check_gradient()
+                shown_gradients.check_before_step(record)
         except RuntimeError as error:
             call = call._replace(error=call.error or error)
         assigned = self._gradients.assigned(touched) if touched else {}

@@ -23,7 +23,7 @@ from ..communication.work import Work
 from ..streams import Streams
 from .bucket_plan import BucketPlan, PlannedBucket
 from .sharded_parameter import ShardedParameter
-from .shown_gradients import take_gradients
+from .shown_gradients import drop_unreduced, note_waiting, take_gradients
 from .step_state import StepState
 
 # Called with the parameters of a bucket and its buffer, when the buffer is about to be reduced.
@@ -248,9 +248,9 @@ class BucketStore:
         bucket = self._bucket_of.get(index)
         if bucket is None or bucket.started:
             if record.p32.requires_grad:
-                record.note_waiting()
+                note_waiting(record)
             else:  # the caller has frozen it through param_groups, and no later sync would know when it came
-                record.drop_unreduced()
+                drop_unreduced(record)
             return False
         bucket.missing -= waited_for
         return bucket.missing == 0

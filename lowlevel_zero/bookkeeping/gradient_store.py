@@ -14,7 +14,7 @@ from ..streams import Streams
 from .bucket_plan import PlannedBucket
 from .bucket_store import Bucket, NewBucket
 from .sharded_parameter import Handle, ShardedParameter, follow_edits
-from .shown_gradients import clear_gradients, hide_gradients, retire_handles
+from .shown_gradients import clear_gradients, hide_gradients, retire_handles, show, unreduced
 from .step_state import StepState
 
 # It writes to a gradient ``g``.
@@ -232,7 +232,7 @@ class GradientStore:
         return [
             record.index
             for record in (self.touched() if touched is None else touched)
-            if record.unreduced is not None and not record.is_empty
+            if unreduced(record) is not None and not record.is_empty
         ]
 
     def hide_cleared(self, touched: Iterable[ShardedParameter], adds: bool = False) -> list[ShardedParameter]:
@@ -271,9 +271,7 @@ class GradientStore:
 
     def put_back(self) -> None:
         """Put the sharded gradients back into ``p.grad`` that no newer one has replaced."""
-        for record in self.taken_out:
-            if record.shown is None:
-                record.show()
+        show(record for record in self.taken_out if record.shown is None)
         self.taken_out.clear()
 
     def assigned(self, touched: Iterable[ShardedParameter]) -> dict[ShardedParameter, Tensor]:

@@ -18,8 +18,8 @@ A parameter that one rank owns whole has one row, ``p32`` of ``p``'s shape on it
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
-from weakref import ReferenceType, ref
+from typing import NamedTuple
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class ShardedParameter:
 
     # Every step looks at each record: so it lies in two or three lines of cache, where a dict would take several more.
     __slots__ = (
-        *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_flat", "is_contiguous"),
+        *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_contiguous"),
         *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
         *("waiting", "saved_master", "slice_version", "__weakref__"),
@@ -81,7 +81,6 @@ class ShardedParameter:
         self.index, self.group, self.name, self.shard_group = position
         self.p = p
         self.is_contiguous = p.is_contiguous()  # its elements lie in their own order
-        self.is_flat = p.dim() == 1
         self.is_empty = p.numel() == 0  # nothing of it travels
         self.split = split  # how its elements are shared
         self.short = split.short  # elements that a bucket buffer wants of its gradient behind those that there are
@@ -288,109 +287,6 @@ class ShardedParameter:
     def flat_slice(self, own: Tensor) -> Tensor:
         """Return a tensor of ``p32``'s shape as a slice, ``[s]``: the inverse of ``shaped``."""
         return own if own.dim() == 1 else self.flatten(own)
-
-    # ---- p.grad: before a reduction takes it, and after ----
-
-    def show(self) -> None:
-        """Assign the handle to ``p.grad``; a plain gradient that was there becomes ``pending``."""
-        if self.p.grad is not self.handle:
-            self.pending = self.p.grad
-        try:
-            self.p.grad = self.shown = self.handle
-        except RuntimeError:  # the model has been converted, which the step refuses
-            self.p.grad = self.shown = None
-
-    def note_waiting(self) -> None:
-        """Remember the gradient in ``p.grad``, which waits for a later sync."""
-        self.waiting = None if self.p.grad is None else ref(self.p.grad)
-
-    @property
-    def may_be_a_sum(self) -> bool:
-        """Return whether ``p.grad`` may be the sum of an earlier and the latest gradient; True if that isn't known."""
-        gradient = self.p.grad
-        if gradient is None or self.waiting is None:
-            return True
-        return gradient.requires_grad or self.waiting() is gradient  # with a graph the sum is a new tensor
-
-    @property
-    def unreduced(self) -> Tensor | None:
-        """Return the gradient that a backward, or the caller, has left to be reduced, or None."""
-        gradient = self.p.grad
-        return gradient if gradient is not self.shown else self.pending
-
-    def drop_unreduced(self) -> None:
-        """Drop the gradient that a backward has just left.
-
-        Where it isn't in the sharded one, the caller has set that to None before, and will be found to have done so.
-        """
-        if self.p.grad is not self.shown:
-            self.p.grad = None
-        self.pending = None
-        self.arrived = False
-
-    def drop_gradient(self, earlier: bool) -> None:
-        """Drop the gradient of a slice that is frozen in ``param_groups``; raise if it may have been added to one."""
-        self.drop_unreduced()
-        if earlier:
-            raise RuntimeError(
-                f"{self.name}: expected no earlier gradient in p.grad (of no_sync, or of another optimizer's backward) "
-                "while requires_grad of its slice in param_groups is False, found one, which can't be told any more "
-                "from what has come now: call optimizer.zero_grad() or step before setting requires_grad"
-            )
-
-    def check_gradient(self) -> None:
-        """Raise ``RuntimeError`` for a ``p.grad`` that is sparse, another's, or assigned while there is a sum."""
-        gradient = self.p.grad
-        if gradient is None or gradient is self.shown:
-            return
-        if gradient.layout is not torch.strided:
-            self.refuse_sparse(gradient)
-        if isinstance(gradient, Handle) or (self.worked and not self.arrived):
-            self.refuse_assigned()
-
-    def refuse_assigned(self) -> NoReturn:
-        """Raise the error for a ``p.grad`` that was assigned while there is a ``g``."""
-        raise RuntimeError(
-            f"{self.name}: expected the p.grad that backward has left, which stands for its slices, got one that was "
-            "assigned by hand: write it by p.grad.copy_(tensor) on every rank"
-        )
-
-    @property
-    def slice_is_edited(self) -> bool:
-        """Return whether the caller has assigned to ``p32.grad`` since the handle was shown there."""
-        return self.shown is not None and self.p32.grad is not self.slice_handle
-
-    def check_before_backward(self) -> None:
-        """Raise ``RuntimeError`` if a backward would add to another's gradient, or to one assigned to ``p32.grad``."""
-        if isinstance(self.p.grad, Handle) and self.p.grad is not self.shown:
-            self.refuse_assigned()
-        if self.slice_is_edited and self.p32.grad is not None:
-            self.refuse_edited_slice("assigned")
-
-    def refuse_edited_slice(self, how: str) -> NoReturn:
-        """Raise the error for a backward that adds to a gradient after its slice's was ``how``."""
-        raise RuntimeError(
-            f"{self.name}: expected .grad of its slice in param_groups as the last backward has left it, got one that "
-            f"was {how} before this backward: assign to slices behind the last backward of a step, and clear gradients "
-            "by optimizer.zero_grad()"
-        )
-
-    def refuse_sparse(self, gradient: Tensor) -> NoReturn:
-        """Raise the error for a gradient that isn't dense."""
-        raise RuntimeError(
-            f"{self.name}: expected a dense gradient, got a {gradient.layout} one: "
-            "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"
-        )
-
-
-def check_grad_dtype(p: Tensor, name: str) -> None:
-    """Raise ``TypeError`` if autograd is to leave gradients in another dtype than the parameter's."""
-    wanted = getattr(p, "grad_dtype", None)  # which torch has since 2.10
-    if wanted not in (None, p.dtype):
-        raise TypeError(
-            f"{name}: expected gradients in the parameter's {p.dtype}, got grad_dtype={wanted}: leave it as it was; "
-            "sums of micro-batches are kept in fp32"
-        )
 
 
 def _rounds_to(row: Tensor, known: Known) -> Tensor:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..bookkeeping.parameter_store import ParameterStore
-from ..bookkeeping.sharded_parameter import check_grad_dtype
+from ..bookkeeping.shown_gradients import check_grad_dtype
 from ..bookkeeping.step_state import StepState
 from ..bookkeeping.storages import overlapping
 from ..communication.shard_group import ShardGroup

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..bookkeeping.shown_gradients import is_slice_edited
 from ..bookkeeping.step_state import Damage, StepState
 from ..communication.agreement import NORMS
 from ..communication.progress import GATHER
@@ -192,7 +193,7 @@ class OptimizerGradients:
 
     def _is_finished(self, records: Iterable[ShardedParameter]) -> bool:
         """Return whether no gradient has come, or been assigned to a slice, since the ranks finished reductions."""
-        return self._state.complete and not any(record.slice_is_edited for record in records)
+        return self._state.complete and not any(map(is_slice_edited, records))
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
+from ..bookkeeping.shown_gradients import check_slice, refuse_assigned
 from ..bookkeeping.step_state import refuse_compiled
 from . import refusals
 from .dispatch import perform
@@ -350,9 +351,8 @@ def _perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
         raise refusals.DDP(first.name_of_parameter)
     record, _ = first.held()
     if first.live() is not first:
-        record.refuse_assigned()
-    if record.slice_is_edited:
-        record.refuse_edited_slice("set to None" if record.p32.grad is None else "assigned")
+        refuse_assigned(record)
+    check_slice(record)
     gradient: Tensor = args[1]
     if func is _ADD_:
         record.pending = gradient if record.pending is None else record.pending + gradient

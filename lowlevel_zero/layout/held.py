@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..bookkeeping.parameter_store import ParameterStore
+from ..bookkeeping.shown_gradients import unreduced
 from ..bookkeeping.storages import tensors_in
 from ..options import ZeroOptions
 from ..sharded_group import ShardedGroup
@@ -56,7 +57,7 @@ OF_PARAMETERS = OWNERS[:4]  # the owners whose bytes belong to single parameters
 def memory_held(optimizer: Sharded) -> Held:
     """Return the bytes that this rank holds now, by owner, each storage counted once. Doesn't communicate."""
     parameters = optimizer.sharded_parameters
-    gradients = [each for each in (record.unreduced for record in parameters) if each is not None]
+    gradients = [each for each in map(unreduced, parameters) if each is not None]
     for group in optimizer.sharded_groups:
         gradients += group.gradients.held()
         gradients += [tensor for each in group.reducer.syncs.buckets.in_flight for tensor in each.work.tensors]

@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         "a late gradient is forgotten",
         BUCKETS,
-        "                record.note_waiting()\n",
+        "                note_waiting(record)\n",
         "                record.p.grad = None\n",
         RECOMPUTATION,
     ),
@@ -387,8 +387,8 @@ MUTANTS = [
     Mutant(
         "a loaded state is the first rank's slice",
         RECORDS,
-        "own[: stop - start] = self.flatten(tensor)[start:stop]",
-        "own[: stop - start] = self.flatten(tensor)[: stop - start]",
+        "own[: stop - start] = flat[start:stop]",
+        "own[: stop - start] = flat[: stop - start]",
         STATES,
     ),
     Mutant(
