@@ -197,7 +197,7 @@ class BucketStore:
     def __post_init__(self) -> None:
         self.streams = self._reduction.streams
         self.open_sync(None)
-        self.is_open = False
+        self.close()
 
     # ---- filling ----
 
@@ -207,7 +207,6 @@ class BucketStore:
         self.waiting: deque[Bucket] = deque()  # buckets that haven't started, in the plan's order
         self.expected = expected  # the parameters whose gradients are expected; None: all, or it isn't known
         self.arrivals: dict[int, None] = {}  # indices in the order in which this sync's gradients came
-        self.unexpected: list[int] = []  # the indices among them that weren't expected
         self.lacked = False  # a bucket left without one of its gradients
         self.is_open = True
         if plan is not None:
@@ -235,13 +234,9 @@ class BucketStore:
         first if the bucket hasn't started, else for one more sync; that of a frozen slice goes.
         """
         index = record.index
-        waited_for = index not in self.repeats
         if index in self.arrivals:
             self.repeats.add(index)
-            waited_for = False
-        elif self.expected is not None and index not in self.expected:
-            self.unexpected.append(index)
-            waited_for = False
+        waited_for = index not in self.repeats and (self.expected is None or index in self.expected)
         self.arrivals[index] = None
         if self._bucket_of is None:
             return True

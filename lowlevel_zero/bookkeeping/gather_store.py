@@ -56,10 +56,6 @@ class Gather:
     awaited: bool  # readers of the parameters wait for them; else the step waits
     _written: Mark | None = None
 
-    def __post_init__(self) -> None:
-        if self.awaited:
-            defer_until_read((record.p for record in self.records), self.finish_gather)
-
     def finish_gather(self) -> None:
         """Wait until the rows are in place for the current stream; may be called again.
 
@@ -69,7 +65,9 @@ class Gather:
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
-                self._write(pending)
+                with torch.no_grad(), self._streams.home():
+                    pending.wait()
+                    self._written = self._streams.mark() if self.awaited else None
             except BaseException as error:
                 if self._progress.is_forked:
                     self._pending = pending
@@ -83,12 +81,6 @@ class Gather:
             self._written.wait()
             if self._written.query():
                 self.forget()
-
-    @torch.no_grad()
-    def _write(self, pending: Work[None]) -> None:
-        with self._streams.home():
-            pending.wait()
-            self._written = self._streams.mark() if self.awaited else None
 
     def forget(self) -> None:
         """Make the parameters ordinary ones again: reads from now on come after the write."""
@@ -123,6 +115,8 @@ class GatherStore:
             alignment = alignment_of(rows[0].dtype, self._wide_rows)
             pending = records[0].split.gather(self._group, own, rows, records[0].fp8, alignment, About(records))
         gather = Gather(records, pending, self._streams, self._state, self._group.progress, awaited)
+        if awaited:
+            defer_until_read((record.p for record in records), gather.finish_gather)
         self._under_way.append(gather)
 
     def limit(self) -> None:

@@ -76,7 +76,9 @@ class GradientStore:
                 kept.empty.difference_update(parts)
         fresh = [record for record in bucket.records if record.index not in self._bucket_of]
         if fresh:
-            apart = self._bucket_apart(fresh)
+            members = tuple(record.index for record in fresh)
+            sizes = tuple(record.split.slice_size for record in fresh)
+            apart = self._new_bucket(PlannedBucket(-1, members, sizes), fresh)  # outside of the plan
             apart.hold(torch.cat([parts[record.index] for record in fresh], dim=-1))
             self._enter(apart)
 
@@ -92,11 +94,6 @@ class GradientStore:
             sums = sums * (bucket.scale / self._state.gradient_scale())
             bucket.scale = None
         return sums
-
-    def _bucket_apart(self, records: Sequence[ShardedParameter]) -> Bucket:
-        """Return a new bucket, outside of the plan, for these records."""
-        sizes = tuple(record.split.slice_size for record in records)
-        return self._new_bucket(PlannedBucket(-1, tuple(record.index for record in records), sizes), records)
 
     # ---- for the step ----
 

@@ -98,7 +98,8 @@ class GradientSyncs:
         self._group.progress.micro_batch += 1
         if not self.plan.known and self.plan.first is None:
             self.plan.first = list(self.buckets.arrivals)
-        self.unused.learnt.update(self.buckets.unexpected)
+        if self.buckets.expected is not None:
+            self.unused.learnt.update(set(self.buckets.arrivals).difference(self.buckets.expected))
         self._finish_some()
         return True
 
