@@ -21,13 +21,13 @@ _alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
 
 
 def register(optimizer: ShardedOptimizer) -> None:
-    """Add a complete ``optimizer`` to the optimizers that ``alive`` returns."""
+    """Add a complete ``optimizer`` to those that ``alive`` returns."""
     _alive[next(_made)] = optimizer
 
 
-def alive() -> dict[int, ShardedOptimizer]:
+def alive() -> list[ShardedOptimizer]:
     """Return this process's optimizers that are referenced and not retired, in the order of their construction."""
-    return {number: each for number, each in _alive.items() if not each.is_retired}
+    return [each for each in _alive.values() if not each.is_retired]
 
 
 def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[ShardedParameter]]:
@@ -38,7 +38,7 @@ def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[Sharded
     """
     sought = list(tensors)
     held: dict[ShardedOptimizer, list[ShardedParameter]] = {}
-    for optimizer in alive().values():
+    for optimizer in alive():
         found = {record for each in sought if (record := optimizer.sharded_parameters.find(each)) is not None}
         if found:
             held[optimizer] = sorted(found, key=lambda record: (record.shard_group, record.index))
@@ -47,7 +47,7 @@ def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[Sharded
 
 def refuse_wrapped(optimizer: object) -> None:
     """Raise ``TypeError`` for an optimizer that is sharded, shards itself, or holds slices."""
-    slices = {record.p32 for other in alive().values() for record in other.sharded_parameters}
+    slices = {record.p32 for other in alive() for record in other.sharded_parameters}
     params = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
     if isinstance(optimizer, ShardedOptimizer) or not slices.isdisjoint(params):
         raise TypeError(
@@ -59,19 +59,18 @@ def refuse_wrapped(optimizer: object) -> None:
 def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: ShardGroup) -> None:
     """Retire the optimizers that train one of ``params``. Communicates: every rank of ``group`` calls it.
 
-    Ranks collect garbage at different times, so one rank may still have an optimizer that is gone on another. The ranks
-    compare, and finish together what is under way of each optimizer that all of them have. What is under way of others
-    is left to travel, as when an optimizer is deleted. They also find out whether a rank has another optimizer over the
-    same process group, which is not retired: from now on several share it. ``names``: of the parameters, for the errors
-    that a retired optimizer raises.
+    Ranks collect garbage at different times, so one rank may still have an optimizer that is gone on another. They
+    finish together what is under way of each one that all of them have, and leave what others have under way to travel,
+    as when an optimizer is deleted. They also find out whether a rank has another optimizer over the same process
+    group, which is not retired: from now on several share it. ``names``: of the parameters, for a retired one's errors.
     """
     former: dict[ShardedOptimizer, str] = {}
-    for other in alive().values():
+    for other in alive():
         for p in params:
             record = other.sharded_parameters.find(p)
             if record is not None and record.p is p:
                 former.setdefault(other, names[p])
-    groups = [each.shard_group for each in alive().values() if each not in former]
+    groups = [each.shard_group for each in alive() if each not in former]
     beside = [each for each in groups if each is not group and each.context is group.context]
     retires, shares = group.all_reduce_max([len(former), len(beside)])
     group.context.is_shared |= shares > 0
@@ -93,11 +92,7 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
 
 
 def _retire(optimizer: ShardedOptimizer, name: str) -> None:
-    """Remove everything that ``optimizer`` holds, and make every further use of it raise. Doesn't communicate.
-
-    Its hooks, buffers and padded memory go, and its slices with their states. The wrapped optimizer is left without
-    parameters.
-    """
+    """Remove all that ``optimizer`` and the one it wraps hold; every further use raises. Doesn't communicate."""
     let_go(optimizer)
     for group in optimizer.optim.param_groups:
         group["params"] = []
@@ -113,8 +108,7 @@ def _retire(optimizer: ShardedOptimizer, name: str) -> None:
 def let_go(optimizer: ShardedOptimizer) -> None:
     """Remove an optimizer's hooks and sharded gradients from its parameters, and wait for gathers under way.
 
-    Unreduced gradients stay in ``p.grad`` unless the loss was scaled. Starts no communication, and
-    leaves reductions that are under way to travel.
+    Unreduced gradients stay in ``p.grad`` unless the loss was scaled. Reductions under way are left to travel.
     """
     for each in optimizer.sharded_groups:
         each.reducer.remove_hooks()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -52,11 +52,11 @@ class EvenSplit:
     numel: int  # elements of the parameter, without padding
     world_size: int  # ranks that share it
     multiple: int = 1  # rows are multiples of this number of elements
-    slice_size: int = field(init=False)  # elements of a row, ``ceil(numel / world_size)`` rounded up to a ``multiple``
 
-    def __post_init__(self) -> None:
-        rows = -(-self.numel // (self.world_size * self.multiple))
-        object.__setattr__(self, "slice_size", rows * self.multiple)
+    @cached_property
+    def slice_size(self) -> int:
+        """Return the elements of a row: ``ceil(numel / world_size)``, rounded up to a ``multiple``."""
+        return -(-self.numel // (self.world_size * self.multiple)) * self.multiple
 
     @property
     def padded_numel(self) -> int:

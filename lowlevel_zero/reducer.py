@@ -84,7 +84,7 @@ class Reducer:
     def plan_state(self) -> PlanState | None:
         """Return the learnt order and what goes with it, to be saved; None: no step has been taken yet."""
         plan, repeats = self.plan, list(self._buckets.repeats)
-        return PlanState(plan.order, plan.came, repeats, self._unused.detecting) if plan.known else None
+        return PlanState(plan.order, plan.came, repeats, self._unused.detecting) if plan.order else None
 
     def restore_plan(self, state: PlanState | None) -> None:
         """Follow another run's bucket plan, or a new one; parameters count as whole. Gradients must be cleared."""
@@ -457,7 +457,7 @@ class Reducer:
 
     def end_step(self) -> None:
         """Between steps, learn rank 0's order once, and switch detection on if a gradient lacked. May communicate."""
-        learns = not self.plan.known and self._group.progress.micro_batch > 0
+        learns = not self.plan.order and self._group.progress.micro_batch > 0
         if learns:
             self.plan.learn()
         if (self._unused.lacked and self._unused.end_step()) or learns:

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-def _of(name: str) -> Any:
-    """Return an attribute of ``Tensor``: a property object or a method."""
-    return getattr(Tensor, name)
-
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 
 # What may be asked of a parameter without reading its elements.
 _HARMLESS = frozenset(
     [
         *(
-            _of(name).__get__
+            getattr(Tensor, name).__get__
             for name in (
                 *("grad", "requires_grad", "is_leaf", "grad_fn", "output_nr", "_version"),
                 *("shape", "ndim", "dtype", "device", "layout"),
@@ -35,7 +32,7 @@ _HARMLESS = frozenset(
             )
             if hasattr(Tensor, name)
         ),
-        *(_of("grad").__set__, _of("grad").__delete__, _of("requires_grad").__set__, Tensor.requires_grad_),
+        *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__, Tensor.requires_grad_),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size),
         *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),

@@ -149,8 +149,8 @@ class LearntPlan:
     _bucket_size: int  # elements of a bucket
     _wide_rows: bool  # pad rows for NCCL's bandwidth
     whole: BucketPlan = ()  # the buckets of all parameters
-    known: bool = False  # the order is that of rank 0's first backward
-    order: list[int] = field(default_factory=list)  # the parameters whose gradients came in it, then the others
+    # The parameters whose gradients came in rank 0's first backward, then the others; empty: it isn't known yet.
+    order: list[int] = field(default_factory=list)
     came: int = 0  # how many came
     first: Sequence[int] | None = None  # the order of the first backward, on this rank
     _narrowed: dict[bytes, BucketPlan] = field(default_factory=dict)
@@ -158,7 +158,6 @@ class LearntPlan:
     def restore(self, detecting: bool, order: Sequence[int] = (), came: int = 0) -> None:
         """Follow an order from another run; without one, forget the order, and learn it again."""
         self.first = None
-        self.known = len(order) > 0
         self.order = list(order)
         self.came = came
         self.follow(detecting)
@@ -169,7 +168,6 @@ class LearntPlan:
         came = dict.fromkeys(self.first or reversed(range(count)))
         lacked = [index for index in range(count) if index not in came]
         self.came, *self.order = self._group.from_rank_zero([len(came), *came, *lacked])
-        self.known = True
 
     def follow(self, detecting: bool) -> None:
         """Group all parameters into buckets, in the known order.
@@ -178,8 +176,8 @@ class LearntPlan:
         it is last.
         """
         count = len(self._records)
-        order: Sequence[int] = self.order if self.known else range(count)[::-1]
-        if self.known and detecting:
+        order: Sequence[int] = self.order or range(count)[::-1]
+        if self.order and detecting:
             order = completed(self.order[: self.came], count)
         items = [
             Item(each.split, each.kind, dtype == each.p.dtype, each.fp8, alignment_of(dtype, self._wide_rows))

@@ -94,13 +94,11 @@ class Bucket:
         where = lead.communication_dtype, lead.padded.device
         buffer = reduction.group.new_buffer(planned.row, *where, planned.fp8, lead.split.rows)
         zero = torch.zeros((), dtype=lead.p.dtype, device=buffer.device)
-        flats = [
-            zero.expand(record.split.numel) if gradient is None else gradient
-            for record, gradient in zip(self.records, gradients, strict=True)
-        ]
-        shorts = [record.short for record in self.records]
-        if any(shorts):  # ``pack`` would cut rows that are narrower than the slices
-            flats = [F.pad(flat, (0, short)) if short else flat for flat, short in zip(flats, shorts, strict=True)]
+        flats = []
+        for record, gradient in zip(self.records, gradients, strict=True):
+            flat = zero.expand(record.split.numel) if gradient is None else gradient
+            # ``pack`` would cut rows that are narrower than the slices.
+            flats.append(F.pad(flat, (0, record.short)) if record.short else flat)
         if planned.row > planned.body:
             flats.append(zero.new_zeros(len(buffer) * (planned.row - planned.body)))
         pack(buffer, flats, reduction.divisor)

@@ -90,13 +90,11 @@ class GradientSyncs:
             return False
         if announced is not None:
             self._read(announced)
-        if self.buckets.waiting:
-            self._start(close=True)
+        self._start(close=True)
         self.buckets.close()
-        if self.gradients.taken_out:
-            self.gradients.put_back()
+        self.gradients.put_back()
         self._group.progress.micro_batch += 1
-        if not self.plan.known and self.plan.first is None:
+        if not self.plan.order and self.plan.first is None:
             self.plan.first = list(self.buckets.arrivals)
         if self.buckets.expected is not None:
             self.unused.learnt.update(set(self.buckets.arrivals).difference(self.buckets.expected))

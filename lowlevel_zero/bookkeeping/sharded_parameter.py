@@ -17,7 +17,7 @@ A parameter that one rank owns whole has one row, ``p32`` of ``p``'s shape on it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import ReferenceType
 
@@ -49,13 +49,8 @@ class Known(NamedTuple):
 class Handle(Tensor):
     """The base class of ``ShardedGradient``, the object that is ``p.grad`` while there is a ``g``."""
 
-    def to_local(self) -> Tensor:
-        """Return a copy of this rank's slice, ``[s]``; all ranks call it. Subclasses define it."""
-        raise NotImplementedError
-
-    def retire(self) -> Handle:
-        """Make every further use raise, and return a new object for the next gradient. Subclasses define it."""
-        raise NotImplementedError
+    to_local: Callable[[], Tensor]  # returns a copy of this rank's slice, ``[s]``; all ranks call it
+    retire: Callable[[], Handle]  # makes every further use raise, and returns a new object for the next gradient
 
 
 class ShardedParameter:

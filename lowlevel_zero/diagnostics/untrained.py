@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,9 +27,7 @@ class Untrained:
     itself. ``alive`` returns all optimizers of this process, in the order of their construction.
     """
 
-    def __init__(
-        self, model: nn.Module | None, parameters: ParameterStore, alive: Callable[[], Mapping[int, Any]]
-    ) -> None:
+    def __init__(self, model: nn.Module | None, parameters: ParameterStore, alive: Callable[[], Sequence[Any]]) -> None:
         self._model = model
         self._parameters = parameters
         self._alive = alive
@@ -46,7 +44,7 @@ class Untrained:
         untrained = {p for p in with_gradients if not isinstance(p.grad, Handle)}
         if not untrained:
             return
-        alive = self._alive().values()
+        alive = self._alive()
         of_model = [each.sharded_parameters for each in alive if each.model is self._model]
         if not of_model or of_model[0] is not self._parameters:  # a model's first optimizer checks for all of them
             return

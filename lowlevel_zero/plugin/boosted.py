@@ -46,7 +46,7 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
     """
 
     def _optimizers(self) -> list[ShardedOptimizer]:
-        return [each for each in alive().values() if each.model is self.module]
+        return [each for each in alive() if each.model is self.module]
 
     def update_master_params(self) -> None:
         """Overwrite the optimizers' master slices with the parameters' values. Doesn't communicate."""

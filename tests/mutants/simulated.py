@@ -207,7 +207,7 @@ DRAWN = [
     Mistake.of(
         "sharded gradients that a second backward didn't touch don't come back to p.grad",
         SYNCS,
-        "        if self.gradients.taken_out:\n            self.gradients.put_back()\n        self._group",
+        "        self.gradients.put_back()\n        self._group",
         "        self.gradients.taken_out.clear()\n        self._group",
         983,
     ),
