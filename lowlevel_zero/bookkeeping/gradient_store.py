@@ -195,19 +195,17 @@ class GradientStore:
     def _edited(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedParameter, Tensor]]:
         """Yield each record that has a gradient, with its averaged, unscaled slice to write; drop other ranks' rows."""
         for bucket, some in self._by_bucket(records).items():
-            bucket.hold_for_step(self._averaged_row(bucket))
+            row, scale = at_least_fp32(bucket.to_step()), self._scale(bucket)
+            if isinstance(scale, Tensor):
+                self._streams.keep([scale])
+                row = row * scale.to(row.device)
+            elif scale != 1.0:
+                row = row * scale
+            bucket.hold_for_step(row)
             bucket.stepped = False
             for record in some:
                 start, stop = record.split.span(record.rank)
                 yield record, bucket.part_of(record, bucket.row)[: stop - start]
-
-    def _averaged_row(self, bucket: Bucket) -> Tensor:
-        """Return a bucket's own row, averaged and unscaled, in fp32 at least."""
-        row, scale = at_least_fp32(bucket.to_step()), self._scale(bucket)
-        if isinstance(scale, Tensor):
-            self._streams.keep([scale])
-            return row * scale.to(row.device)
-        return row if bucket.scale == 1.0 else row * scale
 
     def _scale(self, bucket: Bucket) -> float | Tensor:
         return self._state.gradient_scale() if bucket.scale is None else bucket.scale
@@ -294,9 +292,8 @@ class GradientStore:
             for bucket in self.buckets:
                 bucket.empty = {record.index for record in bucket.records if not record.worked}
             self._forget_empty()
-            follow_edits(
-                record for record in unknown if record.worked
-            )  # if it fails, gathers are the others' all the same
+            # If it fails, gathers are the others' all the same.
+            follow_edits(record for record in unknown if record.worked)
 
     # ---- what callers see ----
 

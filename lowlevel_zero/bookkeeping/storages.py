@@ -28,12 +28,10 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
     """Move ``p`` to a storage that holds nothing else, and return the memory with padding, 1-D.
 
-    The storage of ``p`` is exactly its bytes of it, as writers of files expect (safetensors saves no tensor that leaves
-    some of its storage out). The returned tensor keeps all of it alive.
-
-    A storage that holds the elements of ``p`` and not a byte more is kept, if there is nothing to pad: what else looks
-    at this memory (``p.data`` taken before, a numpy array, another process) goes on following ``p``. From any other one
-    ``p`` moves out, even if it has the padded size: a neighbour may be where the padding would go.
+    The storage of ``p`` is exactly its bytes of it, since safetensors saves no tensor that leaves some of its storage
+    out. A storage that is so already is kept where there is nothing to pad: what else looks at it (``p.data`` taken
+    before, a numpy array, another process) goes on following ``p``. From any other one ``p`` moves out, even if it has
+    the padded size: a neighbour may be where the padding would go.
 
     Padding is zeros, which no norm sees. Dense strides (a transposed or channels_last parameter) stay as they are;
     others become contiguous.
