@@ -147,7 +147,7 @@ class ShardedParameter:
         self.take_back()
         self.share_again()
         if not self.shares_storage:
-            self._settle(self.saved_master)
+            self._settle(keeps_own=False)
 
     def restore_master(self, master: Tensor, fp8: bool) -> None:
         """Overwrite ``p32`` with a saved master, ``[s]``, where that rounds to ``p``, now or in the next step.
@@ -158,22 +158,19 @@ class ShardedParameter:
         """
         if not self.shares_storage:
             self.saved_master = Known(master.to(self.p32), fp8 or self.fp8)
-            self._settle(self._own, self.saved_master)
+            self._settle()
             self.stepped = True
 
-    @property
-    def _own(self) -> Known:
-        return Known(self.master_row, self.fp8 and self.stepped)
-
     @torch.no_grad()
-    def _settle(self, *known: Known | None) -> None:
-        """Set each element of ``p32`` to the last of ``known`` that rounds to ``p``, else to ``p`` itself."""
+    def _settle(self, keeps_own: bool = True) -> None:
+        """Set each element of ``p32`` to what rounds to ``p``: a saved master's, else its own, else ``p`` itself."""
         wait_for(self.p)
         row = self.row_for_master(self.p32.device, self.row.dtype)
         settled = row.to(self.p32.dtype)
-        for each in known:
-            if each is not None:
-                settled = torch.where(_rounds_to(row, each), each.value, settled)
+        own = Known(self.master_row, self.fp8 and self.stepped) if keeps_own else None
+        for known in (own, self.saved_master):
+            if known is not None:
+                settled = torch.where(_rounds_to(row, known), known.value, settled)
         self.master_row.copy_(settled)
         self.note_slice()
 
@@ -206,7 +203,7 @@ class ShardedParameter:
         self.take_back()
         self.share_again()
         if not self.shares_storage and (self.p._version != self.version or self.saved_master is not None):
-            self._settle(self._own, self.saved_master)
+            self._settle()
             self.saved_master = None
 
     def check_kind(self) -> None:

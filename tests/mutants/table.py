@@ -366,14 +366,14 @@ MUTANTS = [
     Mutant(
         "edits of parameters don't reach masters",
         RECORDS,
-        "self._settle(self._own, self.saved_master)\n            self.saved",
-        "self.saved",
+        "self._settle()\n            self.saved_master = None",
+        "self.saved_master = None",
         "tests/numbers/test_edited_parameters.py",
     ),
     Mutant(
         "a master that isn't the model's any more comes back",
         RECORDS,
-        "settled = torch.where(_rounds_to(row, each),",
+        "settled = torch.where(_rounds_to(row, known),",
         "settled = torch.where(row == row,",
         "tests/communication/test_compression.py",
     ),

@@ -159,7 +159,7 @@ def test_what_a_step_writes_is_not_taken_for_an_edit(rank: int, monkeypatch: pyt
     layer = nn.Linear(4, 2).bfloat16()  # its storage needs no padding, and is kept
     optimizer = LowLevelZeroOptimizer(AdamW(layer.parameters()), overlap_allgather=overlap)
     settled = []
-    monkeypatch.setattr(ShardedParameter, "_settle", lambda record, *_: settled.append(record.name))
+    monkeypatch.setattr(ShardedParameter, "_settle", lambda record: settled.append(record.name))
     for step in range(3):
         optimizer.backward(layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
         optimizer.step()
