@@ -17,6 +17,7 @@ from torch.optim.optimizer import StateDict
 from ..bookkeeping.module_names import named_tensors
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.agreement import together
+from ..communication.broadcast import Broadcast
 from ..communication.failed_ranks import run_each
 from ..communication.shard_group import ShardGroup
 from ..construction.sharding import distinct
@@ -166,8 +167,8 @@ def _share(ranks: ShardGroup, names: Mapping[Tensor, str], device: torch.device)
     buffers = {each: name for each, name in names.items() if not isinstance(each, Parameter)}
     with together(ranks, _GIVE) as lines:
         lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]
-        carried = ranks.carriers([distinct(each.detach()) for each in buffers], device)
-    ranks.broadcast(carried)
+        broadcast = Broadcast(ranks, [distinct(each.detach()) for each in buffers], device)
+    broadcast.run()
 
 
 def _check_trained(names: Mapping[Tensor, str], records: Iterable[ShardedParameter]) -> None:

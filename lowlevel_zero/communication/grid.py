@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .agreement import CONSTRUCT, Alike, agree, together
 from .backends.backend import Backend
 from .backends.hybrid import Hybrid
 from .backends.staged import Staged, is_staged
-from .failed_ranks import run_each
 from .process_groups import backends_by_device, union_group
 from .shard_group import ShardGroup
 
@@ -85,18 +82,23 @@ class HybridGroup(ShardGroup):
     def __init__(self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         super().__init__(union_group(ranks, inner))
         self._outer, self._inner = ShardGroup(outer), ShardGroup(inner)
-        for level in (self._outer, self._inner):
+        for level in self.levels:
             level.context.users.add(self)
         self._backends, self.device_types = backends_by_device(inner), self._inner.device_types
         self.slice_ranks = self._inner.slice_ranks
         self.rank, self.size = self._inner.rank, self._inner.size
         self.holders = [ranks[place :: self.size] for place in range(self.size)]
 
+    @property
+    def levels(self) -> Sequence[ShardGroup]:
+        """Return the shard groups of the column and the row: what the first rank has reaches all by the two."""
+        return self._outer, self._inner
+
     def _make_groups(self, sums_in_fp32: bool) -> None:
         """Choose the backends within a row and across rows: no buffers travel in the group of all. Communicates."""
         self._agreements()
-        self._outer.connect(sums_in_fp32, self._owns_data)
-        self._inner.connect(sums_in_fp32, self._owns_data)
+        for level in self.levels:
+            level.connect(sums_in_fp32, self._owns_data)
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
         """Return the backend for ``device``: the outer and the inner groups' together, by way of the host on gloo."""
@@ -116,19 +118,6 @@ class HybridGroup(ShardGroup):
         sent = super().traffic()
         across = 2 * (self._outer.size - 1) * self._rows["reduce"] // self._outer.size
         return {**sent, "reduce": sent["reduce"] + across, "reduce_outer": across, "gather_outer": 0}
-
-    def _spread(self, carried: Sequence[Tensor]) -> None:
-        """Broadcast the first row's bytes across rows, and then the first rank's within rows. Communicates."""
-        run_each(partial(level.spread, carried) for level in (self._outer, self._inner))
-
-    def held(self) -> list[Tensor]:
-        """Return the memory held for buffers within a row and across rows."""
-        return [*self._outer.held(), *self._inner.held()]
-
-    def trim(self, for_good: bool = False) -> None:
-        """Free idle memory of buffers within a row and across rows."""
-        self._outer.trim(for_good)
-        self._inner.trim(for_good)
 
 
 # ---- from the caller's groups to a grid ----

@@ -28,7 +28,6 @@ from .backends.native import Native
 from .backends.pairwise import Pairwise
 from .backends.shared_memory import SharedMemory
 from .backends.staged import Staged, is_staged
-from .flat_buffers import as_bytes
 from .fp8 import Fp8, encoded_size
 from .process_groups import (
     backends_by_device,
@@ -40,7 +39,7 @@ from .process_groups import (
     side_group,
     timeout_of,
 )
-from .progress import AGREEMENT, BROADCAST, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
+from .progress import AGREEMENT, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
 from .runtime import Threads, Worker, runtime
 from .work import Chain, OnStream, Work
 
@@ -50,8 +49,6 @@ T = TypeVar("T")
 
 _HOST = torch.device("cpu")
 _LEAST = torch.iinfo(torch.int64).min
-_MESSAGE_BYTES = 64 * 2**20  # in one message of a broadcast
-
 _SHORTEST_NAP = 5e-5  # seconds
 
 
@@ -156,30 +153,37 @@ class ShardGroup:
     def _make_groups(self, sums_in_fp32: bool) -> None:
         """Make the group of devices' buffers, and on gloo set up shared memory or messages. Communicates."""
         if self.size > 1:
-            self._native = Native(self._data(), sums_in_fp32)
+            self._native = Native(data_group(self.group) if self._owns_data else self.group, sums_in_fp32)
         if self.on_gloo(_HOST):
-            refused = torch.tensor([int(os.environ.get(SWITCH) == "0")], device="cpu")
-            if not self._agreements().maximum(refused, Kind.AGREEMENT).wait():
-                self._share_memory()
-            if not self.host_backend.shares_memory:
-                self._host_backend = self._messages(self.number, buffers=True)
+            memory = self._shared_memory()
+            self._host_backend = (
+                self._messages(self.number, buffers=True)
+                if memory is None
+                else SharedMemory(self.rank, memory, self.number)
+            )
 
-    def _share_memory(self) -> None:
-        """Switch to shared memory if all ranks can map each other's. Communicates."""
-        context = self.context
+    def _shared_memory(self) -> Memory | None:
+        """Return the memory that all ranks share; None if one refuses it or can't map another's. Communicates."""
+        context, agreements = self.context, self._agreements()
+        refused = torch.tensor([int(os.environ.get(SWITCH) == "0")], device="cpu")
+        if agreements.maximum(refused, Kind.AGREEMENT).wait():
+            return None
         if context.pool is None:
-            ranks = dist.get_process_group_ranks(self.group)
-            context.pool = open_pool(self._agreements(), ranks, timeout_of(self.group), context.threads)
+            context.pool = open_pool(agreements, self.slice_ranks, timeout_of(self.group), context.threads)
             if isinstance(context.pool, Memory):
                 context.agreements = SharedMemory(self.rank, context.pool, 0)
-        if isinstance(context.pool, Memory):
-            self._host_backend = SharedMemory(self.rank, context.pool, self.number)
-
-    def _data(self) -> dist.ProcessGroup:
-        """Return the process group that carries devices' buffers."""
-        return data_group(self.group) if self._owns_data else self.group
+        return context.pool if isinstance(context.pool, Memory) else None
 
     # ---- which backend carries what ----
+
+    @property
+    def levels(self) -> Sequence[ShardGroup]:
+        """Return the shard groups whose backends carry buffers: this one, or those of a grid's column and row."""
+        return (self,)
+
+    def group_of(self, device: torch.device) -> dist.ProcessGroup:
+        """Return the process group whose collectives carry tensors of ``device``. May communicate."""
+        return data_group(self.group) if self._owns_data and not self.on_gloo(device) else self.group
 
     def on_gloo(self, device: torch.device) -> bool:
         """Return whether gloo carries tensors of ``device``."""
@@ -293,43 +297,6 @@ class ShardGroup:
         """Start summing ``value``, 0-d or a few numbers, over the slices; no device is waited for. Communicates."""
         return self.progress.start(NORM, None, (value,), self.backend(value.device).sum, value)
 
-    def carriers(self, tensors: Sequence[Tensor], by_way_of: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Return each tensor that has elements with its bytes, for ``broadcast``. Doesn't communicate.
-
-        The bytes are the tensor's own where the group carries its device. Else they are a copy: on the host if it is
-        gloo that would carry them from the tensor's device, or on ``by_way_of``, a device that the group serves.
-        """
-
-        def where(device: torch.device) -> torch.device:
-            return _HOST if self.on_gloo(device) else device if device.type in self.device_types else by_way_of
-
-        places = {device: where(device) for device in {tensor.device for tensor in tensors}}  # of thousands of tensors
-        given = [tensor.detach() for tensor in tensors if tensor.numel()] if self.has_others else []
-        return [(tensor, as_bytes(tensor).to(places[tensor.device])) for tensor in given]
-
-    def broadcast(self, carried: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Overwrite tensors with rank 0's values, by their bytes from ``carriers``. Communicates in large messages.
-
-        On a device they are the first collective of the group that carries buffers: now all ranks are sure to come, as
-        they have to when NCCL begins; the first reduction may be started by one that runs a backward alone.
-        """
-        self.spread([data for _, data in carried])
-        for tensor, data in carried:
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
-
-    def spread(self, carried: Sequence[Tensor]) -> None:
-        """Overwrite byte tensors with rank 0's. Communicates."""
-        if carried and self.has_others:
-            self.progress.start(BROADCAST, None, carried, Work, partial(self._spread, carried)).wait()
-
-    def _spread(self, carried: Sequence[Tensor]) -> None:
-        """Broadcast byte tensors over the process groups that carry their devices. Communicates."""
-        on_gloo = {device: self.on_gloo(device) for device in {data.device for data in carried}}
-        for group, by_gloo in ((self.group, True), (self._data(), False)):
-            if share := [data for data in carried if on_gloo[data.device] is by_gloo]:
-                dist._broadcast_coalesced(group, share, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]
-
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of every rank's ``values``, beside what carries buffers. Communicates."""
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -386,12 +353,14 @@ class ShardGroup:
 
     def held(self) -> list[Tensor]:
         """Return the host memory that is used or kept for buffers. Doesn't communicate."""
-        return [] if self._host_backend is None else self._host_backend.held()
+        backends = [level._host_backend for level in self.levels]
+        return [tensor for backend in backends if backend is not None for tensor in backend.held()]
 
     def trim(self, for_good: bool = False) -> None:
         """Free idle memory of buffers; ``for_good``: all of it. Nothing may be under way on this rank."""
-        if self._host_backend is not None:
-            self._host_backend.trim(for_good)
+        for level in self.levels:
+            if level._host_backend is not None:
+                level._host_backend.trim(for_good)
 
     def leave(self, threads: Threads | None = None) -> None:
         """Note that this rank left; free its buffers and tell peers.

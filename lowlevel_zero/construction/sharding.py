@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import Position, ShardedParameter
 from ..bookkeeping.storages import memory_of, tensors_in
+from ..communication.broadcast import Broadcast
 from ..communication.failed_ranks import run_each
 from ..optim.quantised import slice_multiple
 from ..options import ZeroOptions
@@ -69,7 +69,7 @@ class Sharding:
             alike[parameters.shard_group_of(tensor)].append(distinct(tensor.detach()))
         device = (self._records or parameters.records)[0].padded.device
         shares = zip(parameters.shard_groups, alike, strict=True)
-        self._carried = [ranks.carriers(tensors, device) for ranks, tensors in shares]
+        self._broadcasts = [Broadcast(ranks, tensors, device) for ranks, tensors in shares]
 
     def _record(self, p: nn.Parameter, position: Position, split: Split) -> ShardedParameter:
         """Return the record of ``p``, and note the memory that ``p`` has left if its values were moved."""
@@ -108,9 +108,8 @@ class Sharding:
 
         Where it fails in one shard group, the broadcasts of the others are run all the same, since their ranks wait.
         """
-        shares = zip(self._parameters.shard_groups, self._carried, strict=True)
-        run_each(partial(ranks.broadcast, carried) for ranks, carried in shares)
-        self._carried.clear()
+        run_each(each.run for each in self._broadcasts)
+        self._broadcasts.clear()
 
     @torch.no_grad()
     def take_slices(self) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowlevel_zero.communication.backends.native import Native
+from lowlevel_zero.communication.broadcast import Broadcast
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.diagnostics.bad_numbers import LaterRead
 from tests.support.ranks import run_ranks
@@ -117,7 +118,7 @@ def test_what_a_group_does_not_serve_travels_by_way_of_this_rank_s_own_device(mo
         monkeypatch.setattr(Tensor, "copy_", lambda tensor, _: tensor)  # there is nothing to come back
         group = ShardGroup()
         group.device_types.clear()
-        group.broadcast(group.carriers([torch.zeros(3)], torch.device("meta")))
+        Broadcast(group, [torch.zeros(3)], torch.device("meta")).run()
         return moved
 
     assert run_ranks(work, 2) == [["meta"]] * 2

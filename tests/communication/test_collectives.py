@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowlevel_zero.communication import shard_group
+from lowlevel_zero.communication.broadcast import Broadcast
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.buffers import buffer_of
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
@@ -204,7 +205,7 @@ def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests)
             patch.setattr(shard_group, "_MESSAGE_BYTES", batch_bytes)
             tensors = assorted(rank)
             group = ShardGroup()
-            group.broadcast(group.carriers(tensors, torch.device("cpu")))
+            Broadcast(group, tensors, torch.device("cpu")).run()
             return [(tensor, tensor.stride()) for tensor in tensors]
 
     for (batch_bytes,), ran in run_cases(broadcast, world_size, [(1,), (40,), (2**20,)]):

@@ -160,8 +160,8 @@ MADE_ONCE = [
     Mistake.of(
         "one rank that asks for its memory makes a group that needs all ranks",
         SHARD_GROUP,
-        "[] if self._host_backend is None else self._host_backend.held()",
-        "self.host_backend.held()",
+        "[level._host_backend for level in self.levels]",
+        "[level.host_backend for level in self.levels]",
     ),
     Mistake.of(
         "writes are followed before what no rank used is hidden",
