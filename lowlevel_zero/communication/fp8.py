@@ -75,12 +75,7 @@ def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 class Fp8(Backend):
-    """A backend that encodes buffers in fp8, sends them by another backend, and sums in fp32.
-
-    Args:
-        way: carries bytes.
-        chain: starts the second half of an all-reduce.
-    """
+    """A backend that encodes buffers in fp8, sends their bytes by another one, ``way``, and sums in fp32."""
 
     def __init__(self, way: Native | HostBackend, chain: Chain) -> None:
         super().__init__(way.rank, way.size)

@@ -71,12 +71,8 @@ def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object)
 class HybridGroup(ShardGroup):
     """The ranks of a grid, whose rows each hold all slices.
 
-    Buffers travel in the groups of a row and of a column. Hosts agree over a group of all ranks.
-
-    Args:
-        outer: the column of this rank.
-        inner: the row of this rank.
-        ranks: the global ranks of the grid.
+    Buffers travel in the groups of this rank's row, ``inner``, and column, ``outer``. Hosts agree over a group of all
+    ``ranks``.
     """
 
     def __init__(self, outer: dist.ProcessGroup, inner: dist.ProcessGroup, ranks: Sequence[int]) -> None:

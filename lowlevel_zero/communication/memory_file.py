@@ -29,11 +29,7 @@ class MemoryAddress(NamedTuple):
 
 
 class OwnMemory:
-    """This process's shared memory file, and a map of it.
-
-    Attributes:
-        map: all of it.
-        address: where others find it.
+    """This process's shared memory file, a map of all of it, and the address where others find it.
 
     Raises:
         OSError: the system has no such thing, or limits the address space.

@@ -40,9 +40,6 @@ _PATIENCE, _AT_EXIT, _AFTER_BREAK = 5.0, 10.0, 2.0
 class GroupContext:
     """The threads, groups and shared memory made for one process group; they end when it is destroyed.
 
-    Args:
-        group: the process group, which it doesn't keep alive.
-
     Attributes:
         threads: the threads that work for the group.
         users: the shard groups that begin collectives over it; ``leave`` ends these.
@@ -201,11 +198,10 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Wait until each of ``ranks`` has called this function, through the store; it may be called again and again.
+    """Wait until each of ``ranks`` has called this function, through the store; once it has raised, it may be repeated.
 
     torch would keep the store's only connection busy while it waits for the others: a thread couldn't report which
-    ranks are missing. Each try to meet has a number, and one end for all ranks: all have come, or
-    one of them has given it up.
+    ranks are missing. Each try has a number, and one end for all ranks: all have come, or one of them has given it up.
 
     Raises:
         TimeoutError: a rank hasn't called it within ``timeout`` seconds.

@@ -72,9 +72,6 @@ class Collective(NamedTuple):
 class Progress:
     """Counts the collectives that this rank has begun, and knows the one that it waits for.
 
-    Args:
-        context: the context of the process group.
-
     Attributes:
         step: the number of steps that have ended.
         micro_batch: the number of gradient syncs that were closed in this step.
@@ -111,7 +108,7 @@ class Progress:
 
     def check_process(self, doing: object) -> None:
         """Raise ``RuntimeError`` in a fork of the process that joined the group."""
-        if os.getpid() != self.process:
+        if self.is_forked:
             raise RuntimeError(
                 f"{doing}: expected the process that constructed the optimizer ({self.process}), got a fork of it "
                 f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "
@@ -128,6 +125,7 @@ class Progress:
             RuntimeError: the process group has been destroyed, or this process is a fork.
         """
         self.check_process(kind)
+        self._context.begun += kind == REDUCTION
         if not self._context.is_alive:
             _ = self._context.group  # raises
         serial = self.begun[kind]

@@ -231,7 +231,6 @@ class ShardGroup:
         row = buffer.shape[1]
         self._rows["reduce"] += encoded_size(row) if fp8 else row * buffer.element_size()
         backend = self.backend(buffer.device, fp8)
-        self.context.begun += 1
         return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
@@ -239,13 +238,11 @@ class ShardGroup:
         row = -(-buffer.numel() // self.size)
         self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
         backend = self.backend(buffer.device, fp8)
-        self.context.begun += 1
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def reduce(self, buffer: Tensor, owner: int, about: About | None = None) -> Work[Tensor]:
         """Start reducing ``buffer`` to the rank ``owner``, which gets the sum, 1-D; others get an empty tensor."""
         self._rows["reduce"] += -(-buffer.nbytes // self.size)
-        self.context.begun += 1
         return self.progress.start(REDUCTION, about, (buffer,), self.backend(buffer.device).reduce, buffer, owner)
 
     def broadcast_from(

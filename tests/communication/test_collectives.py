@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowlevel_zero.communication import shard_group
+from lowlevel_zero.communication import broadcast as broadcasts
 from lowlevel_zero.communication.broadcast import Broadcast
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.buffers import buffer_of
@@ -202,7 +202,7 @@ def assorted(rank: int) -> list[Tensor]:
 def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests) -> None:
     def broadcast(rank: int, world_size: int, batch_bytes: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shard_group, "_MESSAGE_BYTES", batch_bytes)
+            patch.setattr(broadcasts, "_MESSAGE_BYTES", batch_bytes)
             tensors = assorted(rank)
             group = ShardGroup()
             Broadcast(group, tensors, torch.device("cpu")).run()

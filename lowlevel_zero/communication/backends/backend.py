@@ -250,9 +250,8 @@ class HostBackend(Backend):
         """Start summing all buffers on the owner, in rank order. Communicates."""
         flat = buffer.view(-1)
         sizes = [len(flat) if rank == owner else 0 for rank in range(self.size)]
-        if self.rank == owner:
-            return self.trade(Trade(Kind.REDUCE, flat, sizes, [len(flat)] * self.size), self.adding(flat))
-        return self.trade(Trade(Kind.REDUCE, flat, sizes, [0] * self.size), lambda _: flat.new_empty(0))
+        read = self.adding(flat) if self.rank == owner else lambda _: flat.new_empty(0)
+        return self.trade(Trade(Kind.REDUCE, flat, sizes, [sizes[self.rank]] * self.size), read)
 
     def adding(self, own: Tensor, into: Tensor | None = None) -> Callable[[dict[int, Tensor]], Tensor]:
         """Return a function that sums ``own`` and the other ranks' parts, in rank order."""
@@ -267,16 +266,15 @@ class HostBackend(Backend):
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
         """Start copying the owner's tensors, packed end to end, into ``whole``. Communicates."""
-        count, nothing = sum(map(Tensor.numel, whole)), [0] * self.size
+        count = sum(map(Tensor.numel, whole))
         if self.rank == owner:
             packed = self.new_buffer(count, whole[0].dtype, whole[0].device, 1)[0]
             lay_end_to_end(packed, own)
             if own[0].data_ptr() != whole[0].data_ptr():
                 take_apart(packed, whole)
-            return self.trade(Trade(Kind.GATHER, packed, None, nothing), lambda _: None)
+            return self.trade(Trade(Kind.GATHER, packed, None, [0] * self.size), lambda _: None)
         coming = [count if rank == owner else 0 for rank in range(self.size)]
-        empty = whole[0].new_empty(0)
-        parts = Trade(Kind.GATHER, empty, nothing, coming)
+        parts = Trade(Kind.GATHER, whole[0].new_empty(0), [0] * self.size, coming)
         return self.trade(parts, lambda theirs: take_apart(theirs[owner], whole))
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:

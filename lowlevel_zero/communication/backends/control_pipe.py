@@ -55,7 +55,6 @@ class ControlPipe:
         rank: this process's rank among ``names``.
         names: the global ranks, for messages.
         readers: the ranks that haven't finished with a block of this process's memory, by the block's offset.
-        threads: owns the threads that write records which found no room.
 
     Attributes:
         descriptor: the file descriptor of this process's pipe.
@@ -158,15 +157,10 @@ class ControlPipe:
 
 
 class PeerPipe:
-    """The pipe of another process, which this process writes to.
-
-    Args:
-        process: the other process.
-        descriptor: the file descriptor of the pipe in that process.
-        timeout: seconds to wait for room.
-        threads: owns the thread that waits for room.
+    """The pipe that another process reads under ``descriptor``, which this process writes to.
 
     Attributes:
+        worker: waits for room, up to ``timeout`` seconds.
         finished: offsets of its blocks that this process has finished with, to be sent in the next record.
     """
 

@@ -24,13 +24,7 @@ from .backend import Backend
 
 
 class Hybrid(Backend):
-    """Carries buffers within an inner group, and sums across the outer one.
-
-    Args:
-        outer: carries sums across inner groups.
-        inner: carries buffers within one; its ranks are the slices.
-        chain: starts what crosses when the inner sum is there.
-    """
+    """Carries buffers by ``inner``, whose ranks are the slices, and sums across inner groups by ``outer``."""
 
     def __init__(self, outer: Backend, inner: Backend, chain: Chain) -> None:
         super().__init__(inner.rank, inner.size)

@@ -33,6 +33,12 @@ class Address(NamedTuple):
 class NoSharedMemory(MemoryError, RuntimeError):
     """No shared memory is left: a ``RuntimeError`` too, so that it is handled as torch's errors are."""
 
+    def __init__(self, nbytes: int, reason: str) -> None:
+        super().__init__(
+            f"expected {nbytes:,} bytes of shared memory for a buffer, got none ({reason}): use smaller buckets or "
+            "fewer ranks a host, or set LOWLEVEL_ZERO_SHARED_MEMORY=0, which needs less"
+        )
+
 
 @dataclass
 class Block:
@@ -54,9 +60,7 @@ class Memory:
     """This process's shared memory and maps of the others'; all optimizers of a process group use it.
 
     Args:
-        rank: this process's rank among ``ranks``.
-        ranks: the global ranks of the processes that map it.
-        threads: owns the threads of its pipe.
+        rank: this process's rank among ``ranks``, the global ones.
 
     Attributes:
         map: this process's memory.
@@ -150,7 +154,7 @@ class Memory:
     def _new(self, nbytes: int) -> Block:
         """Take a new block of ``nbytes`` behind the others; raise ``NoSharedMemory`` where no address space is left."""
         if self._top + nbytes > self.address.memory.size:
-            raise NoSharedMemory(_exhausted(nbytes, "all of its address space is taken"))
+            raise NoSharedMemory(nbytes, "all of its address space is taken")
         block = Block(self._top, nbytes, self._readers.setdefault(self._top, set()))
         self._blocks.append(block)
         self._top += nbytes
@@ -161,7 +165,7 @@ class Memory:
         try:
             self._own.populate(block.offset, block.nbytes)
         except OSError as error:
-            raise NoSharedMemory(_exhausted(block.nbytes, str(error))) from error
+            raise NoSharedMemory(block.nbytes, str(error)) from error
         block.resident = True
 
 
@@ -199,10 +203,3 @@ def _refusals(answers: Sequence[object], ranks: Sequence[int]) -> str:
     """Return the ranks that can't share memory, and their reasons, as text; empty if all can."""
     refusals = ((rank, answer) for rank, answer in zip(ranks, answers, strict=True) if isinstance(answer, str))
     return "; ".join(f"rank {rank}: {answer}" for rank, answer in refusals)
-
-
-def _exhausted(nbytes: int, reason: str) -> str:
-    return (
-        f"expected {nbytes:,} bytes of shared memory for a buffer, got none ({reason}): use smaller buckets or fewer "
-        "ranks a host, or set LOWLEVEL_ZERO_SHARED_MEMORY=0, which needs less"
-    )

@@ -27,7 +27,6 @@ class Native(BufferBackend):
     """The backend's own collectives.
 
     Args:
-        group: the ranks; it isn't kept alive.
         sums_in_fp32: of 16-bit buffers each rank sums its row in fp32, from what the others hand it: as many bytes
             travel, and no sum is rounded more than once. (Megatron's way.)
     """

@@ -29,14 +29,10 @@ _LARGE = 2**17  # elements that take longer to be copied twice than to be sent b
 
 
 class Pairwise(HostBackend):
-    """A backend of point-to-point messages over gloo.
+    """A backend of point-to-point messages over gloo's ``group``, in the order of optimizer ``number``.
 
-    Args:
-        group: a gloo group, whose collectives aren't used. Only its context keeps it alive.
-        threads: owns the threads that start the second half of a collective.
-        number: numbers the optimizer that sends these messages.
-        buffers: a gloo group over the same ranks, whose connections carry buffers, so that a few numbers never wait
-            behind them; None: ``group`` carries both.
+    ``buffers``: a group over the same ranks, whose connections carry buffers, so that a few numbers never wait behind
+    them; None: ``group`` carries both. It keeps neither alive.
 
     Attributes:
         peers: the ranks to send to and to receive from, turn by turn.

@@ -33,12 +33,7 @@ READ_WHOLE = 3
 
 
 class SharedMemory(HostBackend):
-    """A backend whose ranks read each other's buffers in memory that all of them map.
-
-    Args:
-        memory: the memory of all ranks, which ends with their process group.
-        number: numbers the optimizer that the buffers belong to.
-    """
+    """A backend whose ranks read buffers of optimizer ``number`` in each other's ``memory``, which all of them map."""
 
     # Ranks that compute on the same cores are seldom abreast: let one that is ahead go on.
     in_flight = 8

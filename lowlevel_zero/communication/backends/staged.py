@@ -17,11 +17,7 @@ _HOST = torch.device("cpu")
 
 
 class Staged(BufferBackend):
-    """Copies buffers to the host, has another backend carry them, and copies the results back.
-
-    Args:
-        host: carries the host's buffers.
-    """
+    """Copies buffers to the host, has another backend, ``host``, carry them, and copies the results back."""
 
     def __init__(self, host: Backend) -> None:
         super().__init__(host.rank, host.size)
