@@ -30,6 +30,7 @@ SYMPTOMS = {
         "options.py",
     ),
     "Backward or step raises or warns": (
+        "backward.py",
         "bookkeeping/sharded_parameter.py",
         "bookkeeping/shown_gradients.py",
         "bookkeeping/step_state.py",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .bookkeeping.gradient_store import GradientStore
 from .bookkeeping.sharded_parameter import ShardedParameter
+from .gradients.global_norm import clip_factor
 from .lives import records_of
 from .sharded_optimizer import ShardedOptimizer
-from .stepper import clip_factor
 
 
 @torch.no_grad()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .backward import Backwards
 from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.step_state import TO_ZEROS, Damage, StepState, refuse_compiled
+from .bookkeeping.step_state import TO_ZEROS, Damage, StepState
 from .communication.agreement import CONSTRUCT, Call, is_raised_by_all, moment, together
 from .communication.grid import Ranks, check_hybrid
 from .construction.prepare import (
@@ -37,6 +35,7 @@ from .diagnostics.untrained import Untrained
 from .diagnostics.verification import verify
 from .experts.assignment import data_parallel_group
 from .gradients.calls import Calls
+from .gradients.global_norm import GlobalNorm, clip_factor
 from .gradients.of_optimizer import OptimizerGradients
 from .gradients.sharded_gradient import make_handles
 from .lives import alive, let_go, refuse_wrapped, register, retire_former
@@ -56,23 +55,10 @@ from .options import (
 )
 from .sharded_group import ShardedGroup
 from .sharded_optimizer import ShardedOptimizer
-from .stepper import GlobalNorm, Stepper, clip_factor
+from .stepper import Stepper
 from .streams import streams_of
 
 T = TypeVar("T")
-
-_log = logging.getLogger("lowlevel_zero")
-
-
-@cache
-def _leave_to_python() -> None:
-    """Tell ``torch.compile``, once a process, to run this package's functions uncompiled.
-
-    Where it compiles a function that calls ``backward`` or ``step``, it would trace the exchange of the ranks.
-    """
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")  # which torch.optim has imported
-    if rules is not None:
-        rules.add(__name__.partition(".")[0])
 
 
 @with_meanings
@@ -180,8 +166,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
     def _assemble(self, optimizer: Optimizer, model: nn.Module | None, writes_unused: bool) -> None:
         """Create the parts of a step over slices taken before, and register hooks and itself. Doesn't communicate."""
         super().__init__(optimizer)
-        _leave_to_python()
-        self.model, self._warned = model, False
+        self.model = model
         parameters, options, ranks = self.sharded_parameters, self.options, self.shard_group
         self.device = parameters.records[0].padded.device
         self.streams = streams_of([self.device])
@@ -200,7 +185,9 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.gradients = OptimizerGradients(groups, ranks, self.calls, state)
         make_handles(parameters, self.gradients)
         carry_overrides(optimizer, parameters)
-        self._stepper = Stepper(optimizer, parameters, groups, writes_unused, options.cpu_offload)
+        self._stepper = Stepper(optimizer, parameters, groups, writes_unused, options, self.scaler, self._observer)
+        context = options.backward_context or nullcontext
+        self._backwards = Backwards(parameters, groups, self.guard, state, self.scaler, context)
         register(self)
 
     def _extend_groups(self) -> None:
@@ -229,8 +216,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
         nothing.
         """
-        with self._gradient_sync(loss, inputs, self.scaler, by_itself=True) as scaled:
-            self._run_backward(scaled, None, inputs, retain_graph)
+        with self._backwards.sync(loss, inputs, scales=True, by_itself=True) as scaled:
+            self._backwards.run(scaled, None, inputs, retain_graph)
 
     def backward_by_grad(
         self,
@@ -243,8 +230,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
-        with self._gradient_sync(tensor, inputs, by_itself=True):
-            self._run_backward(tensor, grad, inputs, retain_graph)
+        with self._backwards.sync(tensor, inputs, by_itself=True):
+            self._backwards.run(tensor, grad, inputs, retain_graph)
 
     def backward_pass(
         self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None
@@ -264,72 +251,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         Raises:
             RuntimeError: fp16, and gradients came from another backward than that of the scaled loss.
         """
-        return self._gradient_sync(loss, inputs, self.scaler)
-
-    @contextmanager
-    def _scaled(self, loss: Tensor, scale: Tensor) -> Iterator[Tensor]:
-        """Yield ``loss`` times ``scale``; raise afterwards if gradients came from another backward."""
-        with torch.enable_grad():
-            scaled = loss * scale.to(loss.device)
-        if not scaled.requires_grad:
-            yield scaled
-            return
-        ran: list[Tensor] = []
-        scaled.register_hook(ran.append)  # type: ignore[no-untyped-call]
-        self.step_state.has_come = False
-        yield scaled
-        if self.step_state.has_come and not ran:
-            raise RuntimeError(
-                "expected the backward of a model with fp16 parameters from the scaled loss, got one from another: "
-                "write «with optimizer.backward_pass(loss) as scaled: scaled.backward()», and begin the step anew with "
-                "optimizer.zero_grad()"
-            )
-
-    def _run_backward(
-        self, tensor: Tensor, grad: Tensor | None, inputs: Tensor | Sequence[Tensor] | None, retain_graph: bool
-    ) -> None:
-        """Run autograd's backward from ``tensor``; warn once instead if it doesn't require grad."""
-        if tensor.requires_grad:
-            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
-        elif not self._warned:
-            self._warned = True
-            _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", dist.get_rank())
-
-    @contextmanager
-    def _gradient_sync(
-        self,
-        loss: Tensor,
-        inputs: Tensor | Sequence[Tensor] | None,
-        scaler: LossScaler | None = None,
-        by_itself: bool = False,
-    ) -> Iterator[Tensor]:
-        """Open a backward's sync, run the body, and close it even after an error. Communicates."""
-        self.guard.enter("backward", wakes=False)
-        refuse_compiled("backward")
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
-        if self.sharded_parameters.frozen:
-            self.guard.refuse_unfrozen()
-        self.sharded_groups[0].reducer.agree_on_backward()
-        failed, self.step_state.failure.deferred = True, None
-        StepState.in_backward.append(self.step_state)
-        try:
-            with ExitStack() as begins:
-                for each in reversed(self.sharded_groups):
-                    begins.callback(each.reducer.begin, loss, inputs, by_itself)
-                begins.callback(self.step_state.wake_up)  # first; if it fails, this sync still comes before others'
-            context = self.options.backward_context or nullcontext
-            with context(), nullcontext(loss) if scaler is None else self._scaled(loss, scaler.scale) as scaled:
-                yield scaled
-            failed = False
-        finally:
-            StepState.in_backward.remove(self.step_state)
-            if failed:
-                self.step_state.failure.note(sys.exc_info()[1], Damage.GRADIENTS)
-            with ExitStack() as ends:
-                for each in reversed(self.sharded_groups):
-                    ends.callback(each.reducer.end, failed)
-        self.step_state.failure.raise_deferred()
+        return self._backwards.sync(loss, inputs, scales=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -377,25 +299,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         experts' gradients. Every rank calls it, with the same ``max_norm``.
         """
         CLIPPED_NORM("max_norm", max_norm)
-        call, norm = self.calls.enter("clip_grad_norm_"), self._new_norm()
+        call, norm = self.calls.enter("clip_grad_norm_"), self._stepper.new_norm()
         call = call._replace(name=f"{call.name} to {max_norm}")
         with self.calls.taking_part(norm.catch_up):
             self.calls.finish_gradients(call)
-            self._measure(norm, self.step_state.gradient_scale())
+            self._stepper.measure(norm, self.step_state.gradient_scale())
             factor = clip_factor(norm.value, max_norm)
             for each in self.sharded_groups:
                 each.gradients.multiply([record for record in each.records if record.worked], factor)
         return norm.value
-
-    def _measure(self, norm: GlobalNorm, scale: float | Tensor) -> None:
-        """Start computing the norm of all gradients, times ``scale``. Communicates."""
-        norm.measure([bucket.measured for each in self.sharded_groups for bucket in each.gradients.sums()], scale)
-
-    def _new_norm(self) -> GlobalNorm:
-        """Return a ``GlobalNorm`` over all ranks, in fp64 if experts may be fp64, else in fp32."""
-        several = len(self.sharded_parameters.shard_groups) > 1
-        double = several and any(record.communication_dtype == torch.float64 for record in self.sharded_parameters)
-        return GlobalNorm(self.shard_group, self.device, torch.float64 if double else torch.float32)
 
     # ---- step: norm, clip, step the slices, gather them ----
 
@@ -425,15 +337,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.shard_group.progress.step, others)
         call = call._replace(settings=settings, written=[each for each in self.guard.edited if each.writes])
-        norm, self._stepper.left = self._new_norm(), None
+        norm, self._stepper.left = self._stepper.new_norm(), None
         with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
             self._observer.step_begins()  # it may ask the other ranks, so they have to be in this call
             if self.guard.edited:
                 self.guard.follow_edits()
-            self._take_step(norm, self.step_state.gradient_scale())
-            self._norm = norm
-            self._end_step()
+            self._stepper.take_step(norm, self.step_state.gradient_scale())
+            self._end_step(norm)
         self._observer.cleared()
         lacked = True in [each.reducer.has_lacked for each in self.sharded_groups]
         self._untrained.look(self.shard_group.progress.step, lacked)
@@ -442,57 +353,21 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             verify(self.sharded_parameters, self.parameter_names(), self.model, buffers=False)
         return loss
 
-    def _take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
-        """Measure, clip and unscale the gradients, and step and gather, unless an overflow skips the step."""
-        self._measure(norm, scale)
-        self._judge(norm)
-        if self.options.clip_grad_norm > 0:
-            scale = scale * clip_factor(norm.value, self.options.clip_grad_norm)
-        nothing = norm.is_empty and len(self.sharded_parameters.shard_groups) == 1
-        flag = None
-        if self.scaler is not None and not nothing:
-            flag = ~norm.value.isfinite()
-            self.scaler.update(flag)
-            if not self._skips_by_flag:
-                if flag.item():  # the host waits for the device; fp16 alone
-                    self._skip(self.scaler)
-                    return
-                flag = None
-        on_host = self.options.cpu_offload  # which waits for gradients anyway
-        self._stepper.step(float(scale) if on_host else scale, flag)
-
     def _catch_up(self, norm: GlobalNorm) -> None:
         """After an error in a step, run the step's collectives that this rank hasn't run yet. Communicates."""
-        since, refused, skips = moment(), False, False
+        since, refused = moment(), False
         try:
-            if norm.catch_up():
-                self._judge(norm)
-                skips = self.scaler is not None and not self._skips_by_flag and not norm.value.isfinite()
-            if skips:
-                assert self.scaler is not None
-                self._skip(self.scaler)
-            else:
-                self._stepper.catch_up()
+            self._stepper.catch_up(norm)
         except RuntimeError as error:
             refused = is_raised_by_all(error, self.shard_group, since)
             raise
         finally:
             if not refused:  # by a norm for which every rank leaves its step in the middle
-                self._norm = norm
-                self._end_step()
+                self._end_step(norm)
 
-    def _judge(self, norm: GlobalNorm) -> None:
-        """Let the observer check the norm, once. May communicate."""
-        if not norm.is_judged:
-            self._observer.norm(norm.value)
-            norm.is_judged = True  # now: where it can't be read on this rank, others may look for what is wrong with it
-
-    @property
-    def _skips_by_flag(self) -> bool:
-        """Return whether the wrapped optimizer skips a step by a flag on the device."""
-        return self._stepper.skips_by_flag and not self._observer.waits
-
-    def _end_step(self) -> None:
+    def _end_step(self, norm: GlobalNorm) -> None:
+        """Count the step, and keep its ``norm``. May communicate."""
+        self._norm = norm
         for each in self.sharded_groups:
             each.reducer.end_step()
             each.group.trim()
@@ -500,14 +375,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             group.progress.step += 1
         if self.mode == "eval":
             self.mode = None  # the next call may write others through ``p.data``, where nothing shows that
-
-    def _skip(self, scaler: LossScaler) -> None:
-        """Lower the loss scale after an overflow, and drop all gradients. Doesn't communicate."""
-        try:
-            self._observer.skipped(scaler)
-        finally:
-            for each in self.sharded_groups:
-                each.gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Finish reductions under way, and clear all gradients. Communicates: every rank calls it.
@@ -519,18 +386,17 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         call = Call("zero_grad" if set_to_none else TO_ZEROS)
         self.calls.agree(call, lambda each, call: each.reducer.discard(call))
         self._observer.cleared()
-        for each in self.sharded_groups:
-            if set_to_none:
-                each.gradients.clear()
-            else:
-                each.gradients.zero(each.records)
         if set_to_none:
+            for each in self.sharded_groups:
+                each.gradients.clear()
             for p in self.sharded_parameters.frozen:
                 p.grad = None
-        for p in () if set_to_none else chain.from_iterable(self.sharded_parameters.groups):
-            if p.grad is not None:
+        else:
+            for each in self.sharded_groups:
+                each.gradients.zero(each.records)
+            for p in chain.from_iterable(self.sharded_parameters.groups):
                 record = self.sharded_parameters.find(p)
-                if record is None or p.grad is not record.shown:
+                if p.grad is not None and (record is None or p.grad is not record.shown):
                     p.grad = p.grad.detach().zero_()  # in place: it may be a view of a caller's buffer
         if type(self.optim).zero_grad is not Optimizer.zero_grad:
             self.optim.zero_grad(set_to_none)

@@ -20,30 +20,23 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from weakref import ReferenceType, finalize, ref
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bookkeeping import shown_gradients
-from .bookkeeping.bucket_plan import PlanState
 from .bookkeeping.gradient_sync import GradientSyncs
+from .bookkeeping.plain_backwards import PlainBackwards
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Damage, StepState, refuse_compiled
-from .communication.agreement import Alike, Call, SyncProgress, agree, raised_by_all
+from .communication.agreement import Call, SyncProgress, agree, raised_by_all
 from .communication.shard_group import ShardGroup
 
 _log = logging.getLogger("lowlevel_zero")
-
-_BACKWARDS = Alike(
-    "the same backwards of this optimizer",
-    "run them alike on all ranks, and begin the step anew with optimizer.zero_grad() on all",
-)
 
 
 @dataclass(eq=False, repr=False)
@@ -61,13 +54,12 @@ class Reducer:
     _keeps_some: bool = False  # gradients of plain backwards, until the ranks agree
     _dropped: list[tuple[int, str]] = field(default_factory=list)  # parameters, and when; the ranks compare them
     edited: Counter[str] = field(default_factory=Counter)  # edits of gradients, which the ranks compare next
-    _graph_task: int = -1
-    _running: set[int] = field(default_factory=set)  # plain backwards that have begun, and haven't come to their end
 
     def __post_init__(self) -> None:
         self.plan, self._unused = self.syncs.plan, self.syncs.unused
         self._gradients, self._buckets = self.syncs.gradients, self.syncs.buckets
         self._streams = self._buckets.streams
+        self._backwards = PlainBackwards(self._backward_ended)
         self.remove_hooks = finalize(self, _remove, self._hooks)  # leaves the parameters as they were before
         self._warned = self._number > 0 or self._group.group_rank > 0
         self.extend()
@@ -81,30 +73,7 @@ class Reducer:
             self._hooks.append(record.p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self.plan.restore(self._unused.detecting)
 
-    def plan_state(self) -> PlanState | None:
-        """Return the learnt order and what goes with it, to be saved; None: no step has been taken yet."""
-        plan, repeats = self.plan, list(self._buckets.repeats)
-        return PlanState(plan.order, plan.came, repeats, self._unused.detecting) if plan.order else None
-
-    def restore_plan(self, state: PlanState | None) -> None:
-        """Follow another run's bucket plan, or a new one; parameters count as whole. Gradients must be cleared."""
-        self._state.failure.mend(Damage.PARAMETERS)
-        order, came, repeats, detecting = state or PlanState([], 0, [], False)
-        self._buckets.repeats = set(repeats)
-        self._unused.restore(detecting)
-        self.plan.restore(detecting, order, came)
-
     # ---- gradients come ----
-
-    def agree_on_backward(self) -> None:
-        """Raise on all ranks unless all run the same backward, if optimizers share an order. Communicates then."""
-        if self._state.syncs and self.syncs.shares_order:
-            within = any(each.syncs for each in StepState.in_backward)  # which starts its reductions after these
-            doing = "run a backward within another optimizer's" if within else "run a backward"
-            done = (
-                f"optimizer {self._group.number} {doing} after {self._group.progress.micro_batch} since the last step"
-            )
-            agree(self._group, [done], None, doing, _BACKWARDS, failed=self._state.failure.words)
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, by_itself: bool) -> None:
         """Open the sync of an ``optimizer.backward`` from ``loss``. Communicates if unused parameters are detected.
@@ -113,7 +82,7 @@ class Reducer:
         """
         if self._state.syncs:
             if self._shows_some or self._buckets.is_open:
-                self._follow_callers()
+                self._follow_callers(adds=True)
                 self._gradients.take_out()
             self.syncs.by_itself = by_itself or self._state.is_alone
             ordered = self._number == 0 and (by_itself or not self.syncs.shares_order)
@@ -179,7 +148,7 @@ class Reducer:
         if not self._buckets.is_open and not self._begin_plain(record):
             return False
         if not running:
-            self._watch_graph_task()
+            self._backwards.watch()
         return True
 
     def _begin_plain(self, record: ShardedParameter) -> bool:
@@ -201,7 +170,7 @@ class Reducer:
                 self._keep_until_all_agree()
                 return False
             self.syncs.may_be_alone = True
-            self._follow_callers()
+            self._follow_callers(adds=True)
             self._open_sync()
             self.syncs.starts_early = self._overlaps
         except Exception as error:
@@ -222,46 +191,18 @@ class Reducer:
 
     def _keep_until_all_agree(self) -> None:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call."""
-        if self._watch_graph_task():
-            self._follow_callers()
+        if self._backwards.watch():
+            self._follow_callers(adds=True)
         self._keeps_some = True
         self._state.complete = False
 
-    def _watch_graph_task(self) -> bool:
-        """Let the sync be closed at the end of the running backward; return whether this is a new one."""
-        task = torch._C._current_graph_task_id()
-        if task == self._graph_task:
-            return False
-        self._graph_task = task
-        if task not in self._running:
-            self._running.add(task)
-            Variable._execution_engine.queue_callback(partial(self._graph_task_ended, task))
-        return True
-
-    def _graph_task_ended(self, task: int) -> None:
-        """Close the sync of a plain backward that has ended; of one nested in another, close it with the other one.
-
-        Activation checkpoints nest backwards: the one around them may bring no gradient itself.
-        """
-        self._running.discard(task)
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            hooks: list[RemovableHandle] = []
-            hooks.append(node.register_hook(partial(Reducer._nested_ended, ref(self), hooks)))
-            return
+    def _backward_ended(self) -> None:
+        """Close the sync of a plain backward that has ended."""
         if self._buckets.is_open:
             self._close_sync()
             self._state.failure.raise_deferred()
         elif self._keeps_some:
             self._show_kept()
-
-    @staticmethod
-    def _nested_ended(reducer: ReferenceType[Reducer], hooks: list[RemovableHandle], *_: object) -> None:
-        """Close the sync of a nested backward with the one around it, in which a node's backward has run it."""
-        _remove(hooks)
-        self = reducer()
-        if self is not None and (self._buckets.is_open or self._keeps_some):
-            self._watch_graph_task()
 
     def _show_kept(self) -> None:
         """Show sharded gradients in ``p.grad``, with unreduced ones pending, until the ranks agree."""
@@ -276,7 +217,6 @@ class Reducer:
 
     def _open_sync(self, reached: set[int] | None = None) -> None:
         """Open a sync as ``GradientSyncs.open`` does; warn once of gradients that a step has used already."""
-        self._graph_task = -1
         self.syncs.open(reached)
         if not self._warned and any(bucket.stepped for bucket in self._gradients.buckets):
             self._warned = True
@@ -295,25 +235,19 @@ class Reducer:
         """Return whether a sharded gradient may be in ``p.grad``."""
         return self._keeps_some or bool(self._buckets.in_flight or self._gradients.buckets)
 
-    def _follow_callers(self) -> None:
-        """Close an open sync before a backward, and drop gradients that were set to None or replaced.
-
-        Raises:
-            RuntimeError: the gradient of a slice was assigned.
-        """
-        touched = self._gradients.touched() if self._shows_some else []
-        for record in touched:
-            shown_gradients.check_before_backward(record)
-        self._drop_cleared(touched, adds=True)
-
-    def _drop_cleared(self, touched: Sequence[ShardedParameter] | None = None, adds: bool = False) -> None:
+    def _follow_callers(self, touched: Sequence[ShardedParameter] | None = None, adds: bool = False) -> None:
         """Drop the gradients whose ``p.grad``, or slice's, the caller has set to None; close an open sync before.
 
         Which of its reductions have been started differs by rank, so they all come first. Gradients that a later
         backward has left in it stay. If a backward ``adds``, sums are dropped that an assigned gradient replaces.
+
+        Raises:
+            RuntimeError: a backward ``adds`` to the gradient of a slice that was assigned.
         """
         if touched is None:
             touched = self._gradients.touched() if self._shows_some else []
+        for record in touched if adds else ():
+            shown_gradients.check_before_backward(record)
         cleared = self._gradients.hide_cleared(touched, adds) if touched else []
         if self._buckets.is_open:
             self._drop([record for record in cleared if record.p.grad is not None])
@@ -359,14 +293,8 @@ class Reducer:
         except RuntimeError as error:
             call = call._replace(error=call.error or error)
         assigned = self._gradients.assigned(touched) if touched else {}
-        edits = [f"{record.common_name} by an assignment" for record in assigned]
-        self.edited.update(edits)
         with self._streams.home():
-            try:
-                present = self.agree_on_syncs(call, touched, completes=True)
-            except BaseException:  # they are still assigned, and the next call notes them
-                self.edited -= Counter(edits)
-                raise
+            present = self.agree_on_syncs(call, touched, completes=True, assigned=assigned)
             self.has_lacked |= present is not None
             if present is not None:
                 self._gradients.resolve(present)
@@ -388,15 +316,20 @@ class Reducer:
         self._gradients.assign(assigned)
 
     def agree_on_syncs(
-        self, call: Call, touched: Sequence[ShardedParameter] | None = None, completes: bool = False
+        self,
+        call: Call,
+        touched: Sequence[ShardedParameter] | None = None,
+        completes: bool = False,
+        assigned: Iterable[ShardedParameter] = (),
     ) -> bytes | None:
         """Agree on the call, and run the syncs that other ranks ran; return the presence map, or None. Communicates.
 
         Nothing is in flight then. On a device the current stream has yet to ``join`` the sums. Gradients that are left
         in ``p.grad`` stay there, unless the call ``completes`` them. The call comes first, before anything is done.
+        ``assigned``: those whose slice's gradient the caller has assigned, which the call will copy.
         """
-        if self._running:
-            self._running.clear()
+        if self._backwards.running:
+            self._backwards.running.clear()
             error = RuntimeError(
                 "expected a backward's gradients, but loss.backward() has ended by an error: look at what it raised"
             )
@@ -404,13 +337,13 @@ class Reducer:
         call = call._replace(error=call.error or self._state.failure.refusal(call.name, completes))
         try:
             was_open = self._buckets.is_open
-            self._drop_cleared(touched)
+            self._follow_callers(touched)
             if was_open:
                 touched = None
             self._state.failure.raise_deferred()
         except Exception as error:  # of whatever kind: others would wait for the agreement
             call = call._replace(error=call.error or error)
-        agreed = self._compare(call, self._gradients.leftovers(touched) if completes else [])
+        agreed = self._compare(call, self._gradients.leftovers(touched) if completes else [], assigned)
         self._state.agreed = True
         self.syncs.catch_up(agreed.syncs, completes)
         present = self._unused.exchange_presence().wait() if agreed.lacks else None
@@ -418,7 +351,7 @@ class Reducer:
         self._keeps_some &= not completes
         return present
 
-    def _compare(self, call: Call, leftovers: Sequence[int]) -> SyncProgress:
+    def _compare(self, call: Call, leftovers: Sequence[int], assigned: Iterable[ShardedParameter]) -> SyncProgress:
         """Compare this rank's progress with the others', and return the agreed one. Communicates.
 
         Gradients that are left in ``p.grad`` take one more sync on this rank.
@@ -432,7 +365,8 @@ class Reducer:
             lacks = self._unused.lacked or False in here
             cleared = [(text, 1) for _, text in sorted(self._dropped)]
             written = [(record.name, record.writes) for record in call.written if record.shard_group == self._number]
-            edited = sorted(self.edited.items())
+            by_hand = Counter(f"{record.common_name} by an assignment" for record in assigned)
+            edited = sorted((self.edited + by_hand).items())
         self.syncs.may_be_alone = True  # if the call is refused, until zero_grad brings the ranks together
         syncs = self._group.progress.micro_batch + len(self.syncs.put_off) + bool(leftovers)
         progress = SyncProgress(syncs, lacks, call.settings, cleared, written, edited)

@@ -25,6 +25,7 @@ from .communication.shard_group import ShardGroup
 from .diagnostics.guards import Guard
 from .diagnostics.verification import verify
 from .gradients.calls import Calls
+from .gradients.global_norm import GlobalNorm
 from .gradients.of_optimizer import OptimizerGradients
 from .loss_scaler import LossScaler
 from .offload.sleep import KINDS, Asleep, check_kinds, movable
@@ -32,7 +33,6 @@ from .optim.modes import switch
 from .options import ZeroOptions
 from .sharded_group import ShardedGroup
 from .state.whole import WholeState
-from .stepper import GlobalNorm
 from .streams import Streams
 
 _log = logging.getLogger("lowlevel_zero")

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and the stepper, which steps slices bucket by bucket and starts their gathers.
+"""The stepper, which measures and clips gradients, steps slices bucket by bucket, and starts their gathers.
 
 It goes part by part where that is the same as one step of the wrapped optimizer, whose kernels then scale gradients
 themselves if they can.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import methodcaller
@@ -26,10 +26,12 @@ from .bookkeeping.bucket_store import Bucket
 from .bookkeeping.gather_store import in_parts
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .communication.shard_group import ShardGroup
-from .communication.work import Work
+from .diagnostics.bad_numbers import BadNumbers
+from .gradients.global_norm import GlobalNorm, clip_factor
+from .loss_scaler import LossScaler
 from .optim.owned_step import OwnedStep
 from .optim.trials import step_is_replaced
+from .options import ZeroOptions
 from .partition import ELEMENTWISE
 from .sharded_group import ShardedGroup
 
@@ -38,73 +40,6 @@ from .sharded_group import ShardedGroup
 _FUSED = {torch.optim.Adam, torch.optim.AdamW}
 # Their settings where the user has left the choice of a kernel to torch.
 _LEFT_OPEN = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
-
-
-@dataclass(eq=False, repr=False)
-class GlobalNorm:
-    """The L2 norm of all gradients: each rank measures its slices, and squares are summed over the ranks.
-
-    It is what ``torch.nn.utils.clip_grad_norm_`` reports of the whole gradients, times a scale. An element that is
-    inf or NaN on any rank makes it so on all. Nothing here waits for a device.
-    """
-
-    _group: ShardGroup  # the ranks
-    _device: torch.device  # where the norm shall be
-    _dtype: torch.dtype = torch.float32  # in which squares are summed at least; alike on all ranks
-    is_empty: bool = True  # this rank has measured no piece
-    is_judged: bool = False  # the observer of the step has been told of it
-    _scale: float | Tensor = 1.0
-    _started: bool = False
-    _pending: Work[Tensor] | None = None
-    _total: Tensor | None = None  # the sum of squares
-    _value: Tensor | None = None
-
-    def measure(self, pieces: Iterable[Tensor], scale: float | Tensor = 1.0) -> None:
-        """Measure this rank's pieces, and start summing their squares over the ranks. Communicates, once.
-
-        All ranks call it. The norm is multiplied by ``scale``.
-        """
-        self._scale = scale
-        norms: list[Tensor] = []
-        for piece in pieces:
-            dtype = torch.promote_types(piece.dtype, torch.float32)
-            self._dtype = torch.promote_types(dtype, self._dtype)
-            norms.append(torch.linalg.vector_norm(piece, dtype=dtype).to(self._device))
-        squares = torch.zeros((), dtype=self._dtype, device=self._device)
-        if norms:
-            squares += torch.stack([norm.to(self._dtype) for norm in norms]).square().sum()
-        self.is_empty = not norms
-        self._pending = self._group.sum_scalar(squares)
-        self._started = True
-
-    def catch_up(self) -> bool:
-        """Start the sum if it hasn't been started, and wait for it; return whether the norm is known."""
-        if not self._started:
-            self.measure(())
-        with suppress(RuntimeError):
-            return bool(self.value.dim() == 0)
-        return False
-
-    @property
-    def value(self) -> Tensor:
-        """Return the norm, 0-d, fp32 at least; waits for the other ranks' part of the sum."""
-        assert self._started, "not started"
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._total = pending.wait()
-        if self._value is None:
-            if self._total is None:
-                raise RuntimeError(
-                    "expected the norm of the gradients, lost it to an error before: call optimizer.zero_grad() on "
-                    "every rank, and begin the step anew"
-                )
-            self._value = self._total.sqrt() * self._scale
-        return self._value
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor, 0-d and at most 1, that brings gradients of this ``norm`` down to ``max_norm``."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Part(NamedTuple):
@@ -148,25 +83,92 @@ def is_fused(optim: Optimizer) -> bool:
 
 @dataclass(eq=False, repr=False)
 class Stepper:
-    """Gives slices their gradients, steps them, and starts their gathers."""
+    """Measures and clips gradients, gives them to slices, steps these, and starts their gathers."""
 
     _optim: Optimizer  # the wrapped one
     _parameters: ParameterStore  # the records of its slices
     _groups: Iterable[ShardedGroup]  # the same by shard group, with their gradients and what gathers them
     writes_unused: bool  # the optimizer may write parameters that have no gradient
-    _on_host: bool  # slices and gradients have been brought there: Adam is fused if its user left that open
+    _options: ZeroOptions
+    _scaler: LossScaler | None  # of the loss; None: there is none
+    _observer: BadNumbers  # is told of each norm, and of steps that an overflow skips
     left: deque[Part] | None = None  # parts that haven't started their gather; None: a step is about to begin
 
     def __post_init__(self) -> None:
         # A flag on the device may tell that a step is to be left out, which the host needn't read. All ranks were built
         # with the same optimizer, so it is the same on all, whatever becomes of their settings.
-        self.skips_by_flag = is_fused(self._optim)
+        self._was_fused = is_fused(self._optim)
+        self._on_host = self._options.cpu_offload  # slices and gradients are: Adam is fused if its user left that open
         self._step_own = OwnedStep(self._optim, self._parameters)
         self._gate = StepGate()
         finalize(self, self._optim.register_step_pre_hook(self._gate).remove)
 
+    # ---- the norm, and what it decides ----
+
+    def new_norm(self) -> GlobalNorm:
+        """Return a ``GlobalNorm`` over all ranks, in fp64 if experts may be fp64, else in fp32."""
+        ranks, *others = self._parameters.shard_groups
+        double = others and any(record.communication_dtype == torch.float64 for record in self._parameters)
+        device = self._parameters.records[0].padded.device
+        return GlobalNorm(ranks, device, torch.float64 if double else torch.float32)
+
+    def measure(self, norm: GlobalNorm, scale: float | Tensor) -> None:
+        """Start computing the ``norm`` of all gradients, times ``scale``. Communicates."""
+        norm.measure([bucket.measured for each in self._groups for bucket in each.gradients.sums()], scale)
+
+    def take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
+        """Measure, clip and unscale the gradients, and step and gather, unless an overflow skips it. Communicates."""
+        self.measure(norm, scale)
+        self._judge(norm)
+        if self._options.clip_grad_norm > 0:
+            scale = scale * clip_factor(norm.value, self._options.clip_grad_norm)
+        nothing = norm.is_empty and len(self._parameters.shard_groups) == 1
+        flag = None
+        if self._scaler is not None and not nothing:
+            flag = ~norm.value.isfinite()
+            self._scaler.update(flag)
+            if not self._skips_by_flag:
+                if flag.item():  # the host waits for the device; fp16 alone
+                    self._skip(self._scaler)
+                    return
+                flag = None
+        self._step(float(scale) if self._on_host else scale, flag)  # the host waits for gradients anyway
+
+    def catch_up(self, norm: GlobalNorm) -> None:
+        """After an error in a step, run the step's collectives that this rank hasn't run yet. Communicates."""
+        known = norm.catch_up()
+        if known:
+            self._judge(norm)
+        if known and self._scaler is not None and not self._skips_by_flag and not norm.value.isfinite():
+            self._skip(self._scaler)
+            return
+        for part in self._parts():
+            self._gather(part)
+        self._end()
+
+    def _judge(self, norm: GlobalNorm) -> None:
+        """Let the observer check the norm, once. May communicate."""
+        if not norm.is_judged:
+            self._observer.norm(norm.value)
+            norm.is_judged = True  # now: where it can't be read on this rank, others may look for what is wrong with it
+
+    @property
+    def _skips_by_flag(self) -> bool:
+        """Return whether the wrapped optimizer skips a step by a flag on the device."""
+        return self._was_fused and not self._observer.waits
+
+    def _skip(self, scaler: LossScaler) -> None:
+        """Lower the loss scale after an overflow, and drop all gradients. May communicate."""
+        try:
+            self._observer.skipped(scaler)
+        finally:
+            for each in self._groups:
+                each.gradients.clear()
+
+    # ---- slices are stepped, part by part ----
+
     @_disable_dynamo  # which would compile the wrapped optimizer anew for each part
-    def step(self, factor: float | Tensor, overflow: Tensor | None = None) -> None:
+    def _step(self, factor: float | Tensor, overflow: Tensor | None) -> None:
         """Step and gather all parameters that worked, part by part if the optimizer allows it. Communicates.
 
         ``factor`` multiplies sums, which are averaged, unscaled and clipped then. Where ``overflow``, 0-d, is true,
@@ -174,23 +176,17 @@ class Stepper:
         steps all the same.
         """
         parts, in_parts = self._parts(), steps_in_parts(self._optim)
+        by_kernel = in_parts and is_fused(self._optim)
+        left_out = overflow is not None and not by_kernel and bool(overflow.item())
         self._gate.is_open = True
         try:
-            if overflow is not None and not (in_parts and is_fused(self._optim)) and overflow.item():
-                self._leave_out(parts, factor)
-            elif parts:
+            if parts:
                 with _fused(self._optim) if self._on_host else nullcontext():
-                    self._step_parts(parts, factor, overflow, in_parts)
-            elif not in_parts:
+                    self._step_parts(parts, factor, overflow, in_parts, left_out)
+            elif not (in_parts or left_out):
                 self._step_own()
         finally:
             self._gate.is_open = False
-        self._end()
-
-    def catch_up(self) -> None:
-        """Gather the parts that other ranks wait for, after a step has failed on this rank. Communicates."""
-        for part in self._parts():
-            self._gather(part)
         self._end()
 
     def _end(self) -> None:
@@ -214,18 +210,10 @@ class Stepper:
         self.left.popleft()  # before an older gather may fail: this one has started
         part.group.gathers.limit()
 
-    def _leave_out(self, parts: Sequence[Part], factor: float | Tensor) -> None:
-        """Keep gradients but step nothing, and gather the parts unchanged, after an overflow. Communicates."""
-        for part in parts:
-            for bucket in part.buckets:  # the same on ranks whose kernels skip an overflow
-                bucket.to_step()
-                bucket.stepped, bucket.scale = True, factor
-            self._gather(part)
-
     def _step_parts(
-        self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool
+        self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool, left_out: bool
     ) -> None:
-        """Step and gather part by part, or all at once unless ``in_parts``. Communicates."""
+        """Step and gather part by part, or all at once unless ``in_parts``; or gather alone if ``left_out``."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it,
         # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients,
         # or of fp64, since a kernel takes the scale in fp32.)
@@ -237,10 +225,11 @@ class Stepper:
             for part in parts:
                 for bucket in part.buckets:
                     self.assign_gradients(bucket, factor, by_optimizer, overflow is not None)
-                if in_parts:
-                    self._step_part(part.records)
+                if in_parts or left_out:
+                    if not left_out:
+                        self._step_part(part.records)
                     self._gather(part)
-        if not in_parts:
+        if not (in_parts or left_out):
             self._step_own()
             for part in parts:
                 self._gather(part)

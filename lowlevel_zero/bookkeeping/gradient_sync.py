@@ -19,10 +19,10 @@ from typing import Any
 
 from ..communication.shard_group import ShardGroup
 from ..communication.work import Work
-from .bucket_plan import LearntPlan
+from .bucket_plan import LearntPlan, PlanState
 from .bucket_store import BucketStore
 from .gradient_store import GradientStore
-from .step_state import StepState
+from .step_state import Damage, StepState
 from .unused_parameters import UnusedParameters
 
 # Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
@@ -189,6 +189,21 @@ class GradientSyncs:
                     self.gradients.drop(bucket.dropped_next)
             except BaseException as error:
                 self._state.failure.defer(error)
+
+    # ---- the plan that they follow, saved and loaded between steps ----
+
+    def plan_state(self) -> PlanState | None:
+        """Return the learnt order and what goes with it, to be saved; None: no step has been taken yet."""
+        plan, repeats = self.plan, list(self.buckets.repeats)
+        return PlanState(plan.order, plan.came, repeats, self.unused.detecting) if plan.order else None
+
+    def restore_plan(self, state: PlanState | None) -> None:
+        """Follow another run's bucket plan, or a new one; parameters count as whole. Gradients must be cleared."""
+        self._state.failure.mend(Damage.PARAMETERS)
+        order, came, repeats, detecting = state or PlanState([], 0, [], False)
+        self.buckets.repeats = set(repeats)
+        self.unused.restore(detecting)
+        self.plan.restore(detecting, order, came)
 
     # ---- queries ----
 

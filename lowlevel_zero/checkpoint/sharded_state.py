@@ -190,7 +190,7 @@ class ShardedState:
         }
 
     def _plan_of(self, group: ShardedGroup) -> State | None:
-        plan, name_of = group.reducer.plan_state(), {record: name for name, record in self._records.items()}
+        plan, name_of = group.reducer.syncs.plan_state(), {record: name for name, record in self._records.items()}
         return None if plan is None else renamed(plan._asdict(), [name_of[record] for record in group.records])
 
     # ---- writing ----
@@ -358,7 +358,7 @@ class ShardedState:
         for group in self._optimizer.sharded_groups:
             own = {name for name, record in self._records.items() if record.shard_group == group.number}
             plan = next((each for each in settings[PLANS] if set(each["order"]) == own), None)
-            group.reducer.restore_plan(None if plan is None else PlanState(**renamed(plan, index)))
+            group.reducer.syncs.restore_plan(None if plan is None else PlanState(**renamed(plan, index)))
 
 
 _REMEDY = "build the optimizer with the groups that it was saved with"

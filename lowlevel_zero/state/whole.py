@@ -76,7 +76,7 @@ class WholeState(NamedTuple):
         shards = self.shards(math.inf, pinned, only_on_master)
         state: dict[Any, Any] = {place: of_place for shard, _ in shards for place, of_place in shard.items()}
         added = state.pop(ADDED, {})
-        plans = (group.reducer.plan_state() for group in self.groups)
+        plans = (group.reducer.syncs.plan_state() for group in self.groups)
         extras: State = {
             CLASS: type(self.optim).__name__,
             "loss_scale": scale_as_numbers(self.scaler),
@@ -167,7 +167,7 @@ class WholeState(NamedTuple):
         if all(group.reducer.syncs.idle for group in self.groups):
             for group, plan in zip(self.groups, extras.get(PLANS, []), strict=False):
                 if plan is not None and len(plan["order"]) == len(group.records):
-                    group.reducer.restore_plan(PlanState(**plan))
+                    group.reducer.syncs.restore_plan(PlanState(**plan))
 
     def load_shards(
         self,

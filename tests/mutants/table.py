@@ -24,6 +24,7 @@ class Mutant(NamedTuple):
 
 
 REDUCER, STEPPER, SCALER = "reducer.py", "stepper.py", "loss_scaler.py"
+NORM = "gradients/global_norm.py"
 UNUSED, SPLIT, OPTIMIZER = "bookkeeping/unused_parameters.py", "partition.py", "optimizer.py"
 PLAN, BUCKETS = "bookkeeping/bucket_plan.py", "bookkeeping/bucket_store.py"
 SYNCS = "bookkeeping/gradient_sync.py"
@@ -251,17 +252,17 @@ MUTANTS = [
     # how gradients are scaled
     Mutant(
         "the norm is one rank's",
-        STEPPER,
+        NORM,
         "self._pending = self._group.sum_scalar(squares)",
         "self._pending = self._group.sum_scalar(squares * 0 + squares / self._group.size)",
         "tests/numbers/test_clipping.py",
     ),
     Mutant(
-        "norms are added, not squares", STEPPER, ".square().sum()", ".sum().square()", "tests/numbers/test_clipping.py"
+        "norms are added, not squares", NORM, ".square().sum()", ".sum().square()", "tests/numbers/test_clipping.py"
     ),
     Mutant(
         "clipping makes small gradients larger",
-        STEPPER,
+        NORM,
         "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
         "max_norm / (norm + 1e-6)",
         "tests/numbers/test_clipping.py",
@@ -305,12 +306,12 @@ MUTANTS = [
     ),
     Mutant(
         "a step that overflows is taken",
-        OPTIMIZER,
+        STEPPER,
         "if flag.item():",
         "if False:",
         DROPS,
     ),
-    Mutant("the loss isn't scaled", OPTIMIZER, "loss * scale.to(loss.device)", "loss * 1", NUMBERS),
+    Mutant("the loss isn't scaled", "backward.py", "loss * scale.to(loss.device)", "loss * 1", NUMBERS),
     # steps
     Mutant(
         "param groups are left in parts",
@@ -429,16 +430,16 @@ MUTANTS = [
     ),
     Mutant(
         "the backward around a nested one doesn't end the sync",
-        REDUCER,
-        "if self is not None and (self._buckets.is_open or self._keeps_some):",
-        "if False:",
+        "bookkeeping/plain_backwards.py",
+        "        if self is not None:\n            self.watch()",
+        "        if False:\n            self.watch()",
         RECOMPUTATION,
     ),
     Mutant(
         "a plain backward that has ended by an error is stepped",
         REDUCER,
-        "        if self._running:\n            self._running.clear()",
-        "        if False:\n            self._running.clear()",
+        "        if self._backwards.running:\n            self._backwards.running.clear()",
+        "        if False:\n            self._backwards.running.clear()",
         "tests/numbers/test_backward.py",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
-from lowlevel_zero.stepper import GlobalNorm, clip_factor
+from lowlevel_zero.gradients.global_norm import GlobalNorm, clip_factor
 from tests.support.experts import Run, prepare, train_alone, train_step, whole_name
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_ranks

@@ -1,0 +1,52 @@
+"""Plain backwards: tells the end of a ``loss.backward()``, of which the hooks of its parameters alone hear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from weakref import ReferenceType, WeakMethod, ref
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+
+class PlainBackwards:
+    """Calls ``ended`` at the end of each watched backward; where one is nested in another, at the end of the other.
+
+    Activation checkpoints nest backwards: the one around them may bring no gradient itself.
+
+    Attributes:
+        running: those that have begun, and haven't come to their end.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = WeakMethod(ended)  # its object holds this one
+        self.running: set[int] = set()
+
+    def watch(self) -> bool:
+        """Watch for the end of the running backward; return whether it wasn't watched before."""
+        task = torch._C._current_graph_task_id()
+        if task in self.running:
+            return False
+        self.running.add(task)
+        Variable._execution_engine.queue_callback(partial(self._end, task))
+        return True
+
+    def _end(self, task: int) -> None:
+        """Call ``ended`` after a backward, or watch the one around it, in which a node's backward has run it."""
+        self.running.discard(task)
+        node, ended = torch._C._current_autograd_node(), self._ended()
+        if node is not None:
+            hooks: list[RemovableHandle] = []
+            hooks.append(node.register_hook(partial(PlainBackwards._watch_around, ref(self), hooks)))
+        elif ended is not None:
+            ended()
+
+    @staticmethod
+    def _watch_around(backwards: ReferenceType[PlainBackwards], hooks: list[RemovableHandle], *_: object) -> None:
+        """Watch the backward around a nested one, whose node's hook this is."""
+        hooks.pop().remove()
+        self = backwards()
+        if self is not None:
+            self.watch()
