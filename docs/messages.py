@@ -31,6 +31,7 @@ SYMPTOMS = {
     ),
     "Backward or step raises or warns": (
         "backward.py",
+        "colossalai_names.py",
         "bookkeeping/sharded_parameter.py",
         "bookkeeping/shown_gradients.py",
         "bookkeeping/step_state.py",

@@ -13,35 +13,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .backward import Backwards
-from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.step_state import TO_ZEROS, Damage, StepState
+from .bookkeeping.step_state import TO_ZEROS, Damage
+from .colossalai_names import ColossalNames
 from .communication.agreement import CONSTRUCT, Call, is_raised_by_all, moment, together
 from .communication.grid import Ranks, check_hybrid
-from .construction.prepare import (
-    ADD_GROUP,
-    add_group,
-    agreed_verbosity,
-    check,
-    connected,
-    join,
-    shard,
-)
+from .communication.shard_group import ShardGroup
+from .construction.prepare import ADD_GROUP, add_group, agreed_verbosity, check, connected, join, shard
 from .construction.start_line import log_start
-from .diagnostics.bad_numbers import BadNumbers
-from .diagnostics.guards import Guard
 from .diagnostics.settings import Settings
 from .diagnostics.untrained import Untrained
 from .diagnostics.verification import verify
 from .experts.assignment import data_parallel_group
-from .gradients.calls import Calls
 from .gradients.global_norm import GlobalNorm, clip_factor
-from .gradients.of_optimizer import OptimizerGradients
 from .gradients.sharded_gradient import make_handles
 from .lives import alive, let_go, refuse_wrapped, register, retire_former
-from .loss_scaler import LossScaler
-from .offload.step_on_host import StepOnHost
-from .optim.overrides import carry_overrides
 from .options import (
     CLIPPED_NORM,
     BackwardContext,
@@ -53,16 +39,12 @@ from .options import (
     options_of,
     with_meanings,
 )
-from .sharded_group import ShardedGroup
-from .sharded_optimizer import ShardedOptimizer
-from .stepper import Stepper
-from .streams import streams_of
 
 T = TypeVar("T")
 
 
 @with_meanings
-class LowLevelZeroOptimizer(ShardedOptimizer):
+class LowLevelZeroOptimizer(ColossalNames):
     """Shards a torch optimizer over data-parallel ranks: ZeRO stage 1 and 2 (Rajbhandari et al., 2020).
 
     Every rank passes the same arguments. Rank 0's parameters, buffers and optimizer state are broadcast first. Each
@@ -138,68 +120,36 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         if model is None and isinstance(pg_to_param_list, nn.Module):
             assigned, model = None, pg_to_param_list
         ranks = data_parallel_group(dp_process_group, assigned, optimizer)
-        self.shard_group = join(ranks, extra_dp_group, communication, diagnostics)
-        self._shard(optimizer, model, assigned, keywords)
+        group = join(ranks, extra_dp_group, communication, diagnostics)
+        self._shard(group, optimizer, model, assigned, keywords)
 
-    def _shard(self, optimizer: Optimizer, model: nn.Module | None, assigned: Any, keywords: dict[str, Any]) -> None:
+    def _shard(
+        self, group: ShardGroup, optimizer: Optimizer, model: nn.Module | None, assigned: Any, keywords: dict[str, Any]
+    ) -> None:
         """Check the arguments on all ranks, shard the parameters, and create the parts of a step. Communicates."""
-        with together(self.shard_group, CONSTRUCT) as agreed:
+        with together(group, CONSTRUCT) as agreed:
             options = options_of(keywords)
             levels = keywords["dp_process_group"], keywords["extra_dp_group"]
             check_hybrid(*levels, options.communication.hybrid_shard)
             refuse_wrapped(optimizer)
-            checked = check(optimizer, model, assigned, self.shard_group, options)
+            checked = check(optimizer, model, assigned, group, options)
             agreed += checked.lines[0]
-        self.options = agreed_verbosity(self.shard_group, options)
-        groups = connected(self.shard_group, checked, self.options)
-        self.shard_group = groups[0]
-        retire_former(checked.new, checked.names, self.shard_group)
-        self.sharded_parameters = ParameterStore(groups, checked.assignment.number_of)
-        sharding = shard(optimizer, self.sharded_parameters, self.options, checked, CONSTRUCT, model)
-        with together(self.shard_group, CONSTRUCT):
+        options = agreed_verbosity(group, options)
+        groups = connected(group, checked, options)
+        retire_former(checked.new, checked.names, groups[0])
+        parameters = ParameterStore(groups, checked.assignment.number_of)
+        sharding = shard(optimizer, parameters, options, checked, CONSTRUCT, model)
+        with together(groups[0], CONSTRUCT):
             sharding.take_slices()
-            self._assemble(optimizer, model, checked.writes_unused)
+            super().__init__(optimizer, parameters, options, model, checked.writes_unused)
+            context = options.backward_context or nullcontext
+            self._backwards = Backwards(
+                parameters, self.sharded_groups, self.guard, self.step_state, self.scaler, context
+            )
+            self._settings = Settings(optimizer)
+            self._untrained = Untrained(model, parameters, alive)
+            register(self)
             log_start(self)
-
-    # ---- the parts of a step ----
-
-    def _assemble(self, optimizer: Optimizer, model: nn.Module | None, writes_unused: bool) -> None:
-        """Create the parts of a step over slices taken before, and register hooks and itself. Doesn't communicate."""
-        super().__init__(optimizer)
-        self.model = model
-        parameters, options, ranks = self.sharded_parameters, self.options, self.shard_group
-        self.device = parameters.records[0].padded.device
-        self.streams = streams_of([self.device])
-        half = any(record.p.dtype == torch.float16 for record in parameters)
-        self.scaler = LossScaler(options.loss_scale, self.device) if half else None
-        self.step_state = state = StepState(options.communication.factor_of_sums(ranks.ranks), self.scaler)
-        self.guard = Guard(optimizer, parameters, model, state, self.streams)
-        self._settings = Settings(optimizer)
-        self._untrained = Untrained(model, parameters, alive)
-        groups: list[ShardedGroup] = []
-        self.sharded_groups = groups
-        self._observer = BadNumbers(parameters, groups, options, self.scaler)
-        self._stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
-        self._extend_groups()
-        self.calls = Calls(groups, parameters.shard_groups, self.guard, state, self.streams)
-        self.gradients = OptimizerGradients(groups, ranks, self.calls, state)
-        make_handles(parameters, self.gradients)
-        carry_overrides(optimizer, parameters)
-        self._stepper = Stepper(optimizer, parameters, groups, writes_unused, options, self.scaler, self._observer)
-        context = options.backward_context or nullcontext
-        self._backwards = Backwards(parameters, groups, self.guard, state, self.scaler, context)
-        register(self)
-
-    def _extend_groups(self) -> None:
-        """Add new records to the plans and hooks of their shard groups, and create new groups."""
-        known = {each.number: each for each in self.sharded_groups}
-        common = self.options, self.streams, self._stepping, self.step_state, self._observer.packed
-        for number, records in enumerate(self.sharded_parameters.by_shard_group):
-            if number in known:
-                known[number].reducer.extend()
-            elif records:
-                known[number] = ShardedGroup(number, self.sharded_parameters, *common)
-        self.sharded_groups[:] = [known[number] for number in sorted(known)]
 
     def __del__(self) -> None:
         if "guard" in self.__dict__:
@@ -299,11 +249,11 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         experts' gradients. Every rank calls it, with the same ``max_norm``.
         """
         CLIPPED_NORM("max_norm", max_norm)
-        call, norm = self.calls.enter("clip_grad_norm_"), self._stepper.new_norm()
+        call, norm = self.calls.enter("clip_grad_norm_"), self.stepper.new_norm()
         call = call._replace(name=f"{call.name} to {max_norm}")
         with self.calls.taking_part(norm.catch_up):
             self.calls.finish_gradients(call)
-            self._stepper.measure(norm, self.step_state.gradient_scale())
+            self.stepper.measure(norm, self.step_state.gradient_scale())
             factor = clip_factor(norm.value, max_norm)
             for each in self.sharded_groups:
                 each.gradients.multiply([record for record in each.records if record.worked], factor)
@@ -337,15 +287,15 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.shard_group.progress.step, others)
         call = call._replace(settings=settings, written=[each for each in self.guard.edited if each.writes])
-        norm, self._stepper.left = self._stepper.new_norm(), None
+        norm, self.stepper.left = self.stepper.new_norm(), None
         with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
-            self._observer.step_begins()  # it may ask the other ranks, so they have to be in this call
+            self.observer.step_begins()  # it may ask the other ranks, so they have to be in this call
             if self.guard.edited:
                 self.guard.follow_edits()
-            self._stepper.take_step(norm, self.step_state.gradient_scale())
+            self.stepper.take_step(norm, self.step_state.gradient_scale())
             self._end_step(norm)
-        self._observer.cleared()
+        self.observer.cleared()
         lacked = True in [each.reducer.has_lacked for each in self.sharded_groups]
         self._untrained.look(self.shard_group.progress.step, lacked)
         verify_every = self.options.diagnostics.verify_every
@@ -357,7 +307,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         """After an error in a step, run the step's collectives that this rank hasn't run yet. Communicates."""
         since, refused = moment(), False
         try:
-            self._stepper.catch_up(norm)
+            self.stepper.catch_up(norm)
         except RuntimeError as error:
             refused = is_raised_by_all(error, self.shard_group, since)
             raise
@@ -367,7 +317,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
     def _end_step(self, norm: GlobalNorm) -> None:
         """Count the step, and keep its ``norm``. May communicate."""
-        self._norm = norm
+        self.last_norm = norm
         for each in self.sharded_groups:
             each.reducer.end_step()
             each.group.trim()
@@ -385,7 +335,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         self.guard.enter("zero_grad", wakes=not set_to_none)
         call = Call("zero_grad" if set_to_none else TO_ZEROS)
         self.calls.agree(call, lambda each, call: each.reducer.discard(call))
-        self._observer.cleared()
+        self.observer.cleared()
         if set_to_none:
             for each in self.sharded_groups:
                 each.gradients.clear()
@@ -422,6 +372,6 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
             raise
         with together(self.shard_group, ADD_GROUP):
             sharding.take_slices()
-            self._stepper.writes_unused = checked.writes_unused
-            self._extend_groups()
+            self.stepper.writes_unused = checked.writes_unused
+            self.extend_groups()
             make_handles((record for record in parameters if record.handle is None), self.gradients)

@@ -335,16 +335,9 @@ def _stage_of(stage: int | None, partition_grad: bool) -> int:
 
 
 def merged(name: str, given: Any, keywords: Mapping[str, Any]) -> Any:
-    """Return a group of options with ColossalAI's ``keywords`` filled in; raise if both choose one option.
+    """Return the options ``given`` for a group, with ColossalAI's ``keywords`` filled in; raise if both choose one.
 
-    Args:
-        name: the group's keyword, as in "communication".
-        given: the group; None: the caller gave none.
-        keywords: the values of ColossalAI's keywords by name, each of which is checked.
-
-    Raises:
-        TypeError, ValueError: a keyword has a value that it doesn't take, or ``given`` isn't such a group.
-        ValueError: an option is chosen by its keyword and in the group.
+    ``name``: the group's own keyword, as in "communication". Each of the ``keywords`` is checked.
     """
     default = GROUPS[name]()
     known = {option: about for option, about in abouts(default).items() if about.keyword in keywords}

@@ -1,4 +1,4 @@
-"""The optimizer's interface for others: torch, the rooms above it, and ColossalAI's callers."""
+"""The optimizer's interface for others: torch, the rooms above it, and callers who look at gradients and states."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
+from .bookkeeping.bucket_store import StepOnDevice
 from .bookkeeping.module_names import parameter_names
 from .bookkeeping.parameter_store import ParameterStore
-from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.step_state import Damage, StepState
-from .communication.agreement import Call
-from .communication.shard_group import ShardGroup
+from .diagnostics.bad_numbers import BadNumbers
 from .diagnostics.guards import Guard
 from .diagnostics.verification import verify
 from .gradients.calls import Calls
 from .gradients.global_norm import GlobalNorm
 from .gradients.of_optimizer import OptimizerGradients
+from .gradients.sharded_gradient import make_handles
 from .loss_scaler import LossScaler
 from .offload.sleep import KINDS, Asleep, check_kinds, movable
+from .offload.step_on_host import StepOnHost
 from .optim.modes import switch
+from .optim.overrides import carry_overrides
 from .options import ZeroOptions
 from .sharded_group import ShardedGroup
 from .state.whole import WholeState
-from .streams import Streams
+from .stepper import Stepper
+from .streams import streams_of
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -48,36 +51,61 @@ class ShardedOptimizer(Optimizer):
     ``state_dict`` and ``load_state_dict``. Rooms read its attributes, and call nothing but its methods.
     """
 
-    optim: Optimizer  # the wrapped one
-    options: ZeroOptions  # the caller's choices
-    model: nn.Module | None  # the module that was given
-    shard_group: ShardGroup  # all data-parallel ranks, which call the methods together
-    sharded_parameters: ParameterStore  # the records of the trained parameters, and the parameters of all groups
-    sharded_groups: list[ShardedGroup]  # the records by the ranks that share them, with what gives them new values
-    step_state: StepState  # the phase of the current step
-    scaler: LossScaler | None  # the dynamic loss scale; None unless a parameter is fp16
-    device: torch.device  # where the parameters are
-    streams: Streams  # those of the device that work is done on
-    mode: str | None  # the one of "train" and "eval" that was called last, but "eval" only until a step
-    runs: tuple[str, ...]  # for checkpoints in files: this optimizer's run, and then those that it went on from
-    serial: int  # of the newest checkpoint that was saved of it or loaded into it
-
-    guard: Guard  # checks each call
-    calls: Calls  # how its methods begin, and finish reductions
-    gradients: OptimizerGradients  # what callers do with ``p.grad``
-
-    _norm: GlobalNorm | None  # the last step's
-    _switched: Any  # the states that were there when a mode was called last: loading makes others
     _retired: str  # the reason why every call raises; empty while it is in use
 
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(
+        self,
+        optim: Optimizer,
+        parameters: ParameterStore,
+        options: ZeroOptions,
+        model: nn.Module | None,
+        writes_unused: bool,
+    ) -> None:
+        """Create the parts of a step over slices that ``optim`` holds already, and register hooks."""
         # Optimizer.__init__ would make groups and state of its own; unpickling makes hooks and no more.
         known = "differentiable" in optim.defaults
         super().__setstate__({"optim": optim})
+        self.optim = optim
         if not known:  # which it sets, as in a pickle of an older torch
             del optim.defaults["differentiable"]
+        self.options, self.model = options, model  # the caller's choices, and the module that was given
+        self.sharded_parameters = parameters  # the records of the trained ones, and the parameters of all groups
+        self.shard_group = parameters.shard_groups[0]  # all data-parallel ranks, which call the methods together
+        self.device = parameters.records[0].padded.device
+        self.streams = streams_of([self.device])  # those of the device that work is done on
+        half = any(record.p.dtype == torch.float16 for record in parameters)
+        self.scaler = LossScaler(options.loss_scale, self.device) if half else None
+        average = options.communication.factor_of_sums(self.shard_group.ranks)
+        self.step_state = state = StepState(average, self.scaler)  # the phase of the current step
+        # The records by the ranks that share them, with what gives them new values.
+        groups: list[ShardedGroup] = []
+        self.sharded_groups = groups
+        self.guard = Guard(optim, parameters, model, state, self.streams)  # checks each call
+        self.observer = BadNumbers(parameters, groups, options, self.scaler)
+        self._stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
+        self.extend_groups()
+        self.calls = Calls(groups, parameters.shard_groups, self.guard, state, self.streams)
+        self.gradients = OptimizerGradients(groups, self.shard_group, self.calls, state)  # for uses of ``p.grad``
+        make_handles(parameters, self.gradients)
+        carry_overrides(optim, parameters)
+        self.stepper = Stepper(optim, parameters, groups, writes_unused, options, self.scaler, self.observer)
         # Of the instance, not of the class, so that a retired optimizer has none of them.
-        self.mode, self.runs, self.serial, self._norm, self._switched = None, (), 0, None, None
+        self.last_norm: GlobalNorm | None = None  # of the last step's gradients
+        self.mode: str | None = None  # the one of "train" and "eval" called last, but "eval" only until a step
+        self._switched: Any = None  # the states that were there then: loading makes others
+        self.runs: tuple[str, ...] = ()  # for checkpoints in files: its run, and then those that it went on from
+        self.serial = 0  # of the newest checkpoint that was saved of it or loaded into it
+
+    def extend_groups(self) -> None:
+        """Add new records to the plans and hooks of their shard groups, and create new groups."""
+        known = {each.number: each for each in self.sharded_groups}
+        common = self.options, self.streams, self._stepping, self.step_state, self.observer.packed
+        for number, records in enumerate(self.sharded_parameters.by_shard_group):
+            if number in known:
+                known[number].reducer.extend()
+            elif records:
+                known[number] = ShardedGroup(number, self.sharded_parameters, *common)
+        self.sharded_groups[:] = [known[number] for number in sorted(known)]
 
     # ---- its end, where another optimizer takes its parameters ----
 
@@ -257,6 +285,21 @@ class ShardedOptimizer(Optimizer):
         for each in self.sharded_groups:
             each.gathers.finish()
 
+    _force_wait_all_gather = finish_gathers  # ColossalAI's name
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale; 1 unless a parameter is fp16. Waits for the device."""
+        return 1.0 if self.scaler is None else self.scaler.loss_scale
+
+    @torch.no_grad()
+    def update_master_params(self, model: nn.Module) -> None:
+        """Overwrite the masters of ``model``'s parameters with the parameters' values. Doesn't communicate."""
+        for p in model.parameters():
+            record = self.sharded_parameters.find(p)
+            if record is not None:
+                record.refresh_master()
+
     # ---- sleep ----
 
     @torch.no_grad()
@@ -324,102 +367,3 @@ class ShardedOptimizer(Optimizer):
         self.calls.finish_syncs("verify buffers" if buffers else "verify", raises=False)
         verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
         self.step_state.failure.raise_deferred()
-
-    # ---- ColossalAI's API (0.5.0), whose callers look parameters up by ``id()`` ----
-
-    # Those of gradients and of the state dict communicate: every rank calls them, in the same order. The others return
-    # what this rank has, and may be called on one rank alone.
-
-    def get_grad_norm(self, norm_type: float = 2, **_: Any) -> float | None:
-        """Return the L2 norm of the last step's gradients, unscaled and before clipping; None before a step.
-
-        Waits for the device, and for the others to take that step. inf or NaN if the step was skipped.
-        """
-        if norm_type != 2:
-            raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
-        return None if self._norm is None else self._norm.value.item()
-
-    def get_param_grad(self, working_param: Tensor) -> Tensor | None:
-        """Gather a parameter's averaged gradient, and return it whole; None if no rank has one.
-
-        Every rank calls it, after backward: reductions are finished, and in stage 2 the slices are gathered.
-        """
-        return self.gradients.whole(self.sharded_parameters[working_param], "get_param_grad")
-
-    def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
-        """Return this rank's slices, ``[s]``, of a param group's averaged gradients. Every rank calls it."""
-        return [own for _, own in self._own_gradients(lambda record: record.group == group_id)]
-
-    def get_working_grad_by_param_id(self, param_id: int) -> Tensor | None:
-        """Return this rank's slice, ``[s]``, of a parameter's gradient, or None. Every rank calls it."""
-        return next((own for _, own in self._own_gradients(lambda record: id(record.p) == param_id)), None)
-
-    def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[Tensor]:
-        """Return the slices of a gradient that this rank holds: all ranks' in stage 1, its own in stage 2.
-
-        Stage 1 has the others' until a step or a second ``clip_grad_norm_``.
-        """
-        for record, own in self._own_gradients(lambda each: each.group == group_id and id(each.p) == param_id):
-            rows = self.gradients.group_of(record).gradients.averaged_rows(record)
-            return [own] if rows is None else list(rows.to(record.p.dtype).unbind())
-        return []
-
-    def _own_gradients(self, wanted: Callable[[ShardedParameter], bool]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-        """Finish reductions, and yield this rank's averaged slices of the wanted parameters. Communicates."""
-        self.guard.enter("look at gradients")
-        self.calls.finish_gradients(Call("look at gradients"))
-        for record in filter(wanted, self.sharded_parameters):
-            own = self.gradients.group_of(record).gradients.averaged(record)
-            if own is not None:
-                yield record, own.to(record.p.dtype)
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the loss scale; 1 unless a parameter is fp16. Waits for the device."""
-        return 1.0 if self.scaler is None else self.scaler.loss_scale
-
-    def get_working_to_master_map(self) -> dict[int, Tensor]:
-        """Map ``id(p)`` to ``p32``, the slice, ``[s]``, that this rank's optimizer steps."""
-        return {id(record.p): record.p32 for record in self.sharded_parameters}
-
-    def get_master_to_working_map(self) -> dict[int, Tensor]:
-        """Map ``id(p32)`` to the parameter ``p``."""
-        return {id(record.p32): record.p for record in self.sharded_parameters}
-
-    working_to_master_param = property(get_working_to_master_map)
-    master_to_working_param = property(get_master_to_working_map)
-
-    def get_param_padding_map(self) -> dict[int, int]:
-        """Map ``id(p)`` to the number of elements of padding behind the parameter."""
-        return {id(record.p): record.split.padding for record in self.sharded_parameters}
-
-    def get_param_padding_size(self, param: Tensor) -> int:
-        """Return the number of elements of padding behind ``param``."""
-        return self.sharded_parameters[param].split.padding
-
-    def state_dict_shard(
-        self,
-        max_shard_size: int = 1024,
-        pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
-        only_on_master: bool = False,
-    ) -> Iterator[tuple[dict[int, StateDict], float]]:
-        """Gather the state in pieces of at most ``max_shard_size`` MiB, and yield them with their sizes.
-
-        Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
-        """
-        self.calls.finish_syncs("state_dict")
-        return self.whole_state.shards(max_shard_size, pinned_state_dicts, only_on_master)
-
-    def unwrap(self) -> Optimizer:
-        """Return the wrapped optimizer, whose param groups hold slices."""
-        return self.optim
-
-    @torch.no_grad()
-    def update_master_params(self, model: nn.Module) -> None:
-        """Overwrite the masters of ``model``'s parameters with the parameters' values. Doesn't communicate."""
-        for p in model.parameters():
-            record = self.sharded_parameters.find(p)
-            if record is not None:
-                record.refresh_master()
-
-    _force_wait_all_gather = finish_gathers

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,8 +24,6 @@ MakeModel: TypeAlias = Callable[[], nn.Module]
 MakeOptimizer: TypeAlias = Callable[[nn.Module], Optimizer]
 # The loss of one rank's share of a step: ``loss(model, step, rank)``.
 Loss: TypeAlias = Callable[[nn.Module, int, int], Tensor]
-
-_PORT = "MASTER_PORT"  # torchrun sets it
 
 
 class Alike(NamedTuple):
@@ -63,8 +62,7 @@ def assert_trains_alike(
     too: what a class leaves out of its own state dict is lost on both sides.
 
     All ranks of the default process group take part where there is one, or where torchrun has started them. Otherwise
-    processes are forked for it, on the CPU. Sums of two fp32 gradients have the bits of one process's: ``tolerance=0``
-    may be asked for.
+    processes are forked for it, on the CPU. Sums of two fp32 gradients have the bits of one process's.
 
     Args:
         make_optimizer: returns an optimizer over the parameters of a model.
@@ -77,24 +75,15 @@ def assert_trains_alike(
 
     Raises:
         AssertionError: a parameter differs by more, or differs between ranks.
-        TypeError: the optimizer is refused.
-        ValueError: ``steps`` is less than 1.
+        TypeError, ValueError: the optimizer is refused, or ``steps`` is less than 1.
     """
     if steps < 1:
         raise ValueError(f"steps: expected at least 1, got {steps}: without a step nothing is compared")
 
-    def compare() -> Alike:
-        found = _compare(make_optimizer, make_model, steps, loss or random_loss, options)
-        if not found.difference <= tolerance:  # NaN is a difference, too
-            raise AssertionError(
-                f"{found.where}: expected it as in one process, to {tolerance:g} of its way, found it off by "
-                f"{found.difference:.2g} (split by {', '.join(dict.fromkeys(found.splits))})"
-            )
-        return found
-
+    compare = partial(_compare, make_optimizer, make_model, steps, tolerance, loss or random_loss, options)
     if dist.is_initialized():
         return compare()
-    if _PORT in os.environ and "RANK" in os.environ:
+    if {"MASTER_PORT", "RANK"} <= os.environ.keys():  # which torchrun sets
         dist.init_process_group("gloo")
         try:
             return compare()
@@ -134,9 +123,18 @@ def _made(make_optimizer: MakeOptimizer, make_model: MakeModel) -> _Trained:
 
 
 def _compare(
-    make_optimizer: MakeOptimizer, make_model: MakeModel, steps: int, loss: Loss, options: dict[str, Any]
+    make_optimizer: MakeOptimizer,
+    make_model: MakeModel,
+    steps: int,
+    tolerance: float,
+    loss: Loss,
+    options: dict[str, Any],
 ) -> Alike:
-    """Train one model alone and one sharded, resume both half-way, and return how far they differ. Communicates."""
+    """Train one model alone and one sharded, resume both half-way, and return how far they differ. Communicates.
+
+    Raises:
+        AssertionError: by more than the ``tolerance``.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plain, sharded = _made(make_optimizer, make_model), _sharded(make_optimizer, make_model, options)
     start = [p.detach().clone() for p in plain.model.parameters()]
@@ -158,7 +156,13 @@ def _compare(
     states, sents, differences, names = zip(*of_ranks, strict=True)
     worst = max(range(ranks), key=differences.__getitem__)
     splits = tuple(_split_of(sharded.optimizer, at) for at in range(len(sharded.optimizer.param_groups)))
-    return Alike(splits, differences[worst], names[worst], sum(sents) / ranks / steps, states)
+    found = Alike(splits, differences[worst], names[worst], sum(sents) / ranks / steps, states)
+    if not found.difference <= tolerance:  # NaN is a difference, too
+        raise AssertionError(
+            f"{found.where}: expected it as in one process, to {tolerance:g} of its way, found it off by "
+            f"{found.difference:.2g} (split by {', '.join(dict.fromkeys(splits))})"
+        )
+    return found
 
 
 def _sharded(make_optimizer: MakeOptimizer, make_model: MakeModel, options: dict[str, Any]) -> _Trained:

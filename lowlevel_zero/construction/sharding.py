@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Sharding:
         return record
 
     def _untrained(self, model: nn.Module | None) -> list[Tensor]:
-        """Return buffers and untrained parameters; warn of one over memory that a trained one has left."""
+        """Return buffers and untrained parameters, which are shared like trained ones."""
         rest: dict[Tensor, None] = dict.fromkeys(
             p for settings in self._optimizer.param_groups[self._known :] for p in settings["params"]
         )
@@ -89,18 +89,19 @@ class Sharding:
             rest.update(dict.fromkeys((*model.parameters(), *model.buffers())))
         sharded = {record.p for record in self._records}
         others = [tensor for tensor in rest if tensor not in sharded]
-        left = next(self._left_by(others), None)
-        if left is not None and self._parameters.shard_groups[0].group_rank == 0:
-            _log.warning("%s: a buffer or frozen parameter over the same memory doesn't follow it any more", left)
+        self._warn_of_left(others)
         return others
 
-    def _left_by(self, others: Iterable[Tensor]) -> Iterator[str]:
-        """Yield names of parameters that have left memory which one of ``others`` still uses."""
+    def _warn_of_left(self, others: Iterable[Tensor]) -> None:
+        """Warn of the first of ``others`` that still uses memory which a parameter has left."""
         left = sorted(self._left)
         for start, stop in (memory_of(other) for other in others if other.layout == torch.strided):
             at = bisect_left(left, (stop, 0, "")) - 1  # the last that begins before its end
             if start < stop and at >= 0 and left[at][1] > start:
-                yield left[at][2]
+                if self._parameters.shard_groups[0].group_rank == 0:
+                    text = "%s: a buffer or frozen parameter over the same memory doesn't follow it any more"
+                    _log.warning(text, left[at][2])
+                return
 
     @torch.no_grad()
     def broadcast_initial_values(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, optimizer
+from lowlevel_zero import LowLevelZeroOptimizer, sharded_optimizer
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.bucket_store import Bucket
 from lowlevel_zero.bookkeeping.gather_store import Gather
@@ -129,7 +129,7 @@ class Traced:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, producers: int, layers: int = 4, **options: Any) -> None:
         self.api = Api()
         self.home = self.api.now
-        monkeypatch.setattr(optimizer, "streams_of", lambda devices: Simulated(next(iter(devices)), self.api))
+        monkeypatch.setattr(sharded_optimizer, "streams_of", lambda devices: Simulated(next(iter(devices)), self.api))
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
         self.optimizer = LowLevelZeroOptimizer(

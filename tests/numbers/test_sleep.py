@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowlevel_zero import LowLevelZeroOptimizer, optimizer
+from lowlevel_zero import LowLevelZeroOptimizer, sharded_optimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.offload import sleep
 from lowlevel_zero.streams import Streams
@@ -54,7 +54,7 @@ def two_devices() -> Iterator[TwoDevices]:
         return size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "streams_of", lambda devices: OfDevice())
+        patch.setattr(sharded_optimizer, "streams_of", lambda devices: OfDevice())
         patch.setattr(sleep, "_move", move)
         with mode:
             yield mode
