@@ -57,16 +57,16 @@ class GradientSyncs:
         self._state.complete = False
         if self.put_off:  # all ranks run their syncs in one order
             named = None if reached is None else reached.union(self.gradients.leftovers())
-            self.put_off.append(self.unused.announce_sync(named))
+            self.put_off.append(self.unused.exchange(named))
             return
         if self.buckets.in_flight:
             self._finish_some(leave=0)
         self._group.context.begun += 1
         self.buckets.open_sync(self.plan.whole if reached is None else None, reached)
         if reached is not None:
-            self._announced = self.unused.announce_sync(reached.union(self.gradients.leftovers()))
+            self._announced = self.unused.exchange(reached.union(self.gradients.leftovers()))
         elif self.unused.detecting:
-            self._unread.append(self.unused.announce_sync(None))
+            self._unread.append(self.unused.exchange(None))
 
     def start_complete(self) -> None:
         """Start the open sync's complete buckets, once their plan is known. Communicates."""
@@ -127,7 +127,7 @@ class GradientSyncs:
         while self._group.progress.micro_batch < syncs:
             used = None
             if self.unused.detecting:
-                used = self.unused.announce_sync(self.gradients.leftovers() if takes_leftovers else ()).wait()
+                used = self.unused.exchange(self.gradients.leftovers() if takes_leftovers else ()).wait()
             self._join(used)
 
     def _join(self, used: bytes | None) -> None:

@@ -59,20 +59,15 @@ class UnusedParameters:
 
     # ---- exchange between ranks ----
 
-    def announce_sync(self, named: Collection[int] | None) -> Work[bytes]:
-        """Start exchanging which parameters a sync may carry; None: any. The result: on some rank. Communicates."""
-        used = bytearray(b"\1" * len(self._records) if named is None else len(self._records))
+    def exchange(self, named: Collection[int] | None) -> Work[bytes]:
+        """Start exchanging which parameters the ranks name; None: all. The result: on some rank. Communicates.
+
+        Whether a gradient was missing travels with them.
+        """
+        count = len(self._records)
+        buffer = bytearray((self.lacked,)) + (b"\1" * count if named is None else bytes(count))
         for index in named or ():
-            used[index] = 1
-        return self._exchange(used)
-
-    def exchange_presence(self) -> Work[bytes]:
-        """Start exchanging the presence map: which parameters had a gradient on some rank. Communicates."""
-        return self._exchange(bytearray([record.worked for record in self._records]))
-
-    def _exchange(self, used: bytearray) -> Work[bytes]:
-        """Start the maximum over the ranks of a flag, that a gradient was missing, and of ``used``. Communicates."""
-        buffer = bytearray((self.lacked,)) + used
+            buffer[1 + index] = 1
 
         def read(maxima: Tensor) -> bytes:
             of_any = bytes(maxima.tolist())
@@ -80,6 +75,10 @@ class UnusedParameters:
             return of_any[1:]
 
         return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
+
+    def exchange_presence(self) -> Work[bytes]:
+        """Start exchanging the presence map: which parameters had a gradient on some rank. Communicates."""
+        return self.exchange([record.index for record in self._records if record.worked])
 
     # ---- switching detection on ----
 

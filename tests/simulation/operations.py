@@ -32,7 +32,7 @@ _PACKS_BROADCAST = "_spread", torch.ops.aten.cat.default
 # Functions that make messages of a few bytes, by module, and kinds of collectives that carry them.
 _FEW = {
     "lowlevel_zero.checkpoint.storage": {"_gather", "_outcome"},
-    "lowlevel_zero.bookkeeping.unused_parameters": {"_exchange"},
+    "lowlevel_zero.bookkeeping.unused_parameters": {"exchange"},
     "lowlevel_zero.communication.shard_group": {"all_gather_object", "all_reduce_max"},
     "lowlevel_zero.communication.backends.backend": {"all_gather_object", "_combined", "maximum", "read"},
     "lowlevel_zero.communication.backends.pairwise": {"maximum", "run_rounds"},
