@@ -237,8 +237,8 @@ DRAWN = [
     Mistake.of(
         "a gradient that comes twice counts for two of its bucket",
         BUCKETS,
-        "            self.repeats.add(index)\n            waited_for = False\n",
-        "            self.repeats.add(index)\n",
+        "            self.repeats.add(index)\n        waited_for = index not in self.repeats and (",
+        "            self.repeats.add(index)\n        waited_for = (",
     ),
     Mistake.of(
         "gradients that were edited are averaged again by the step",
