@@ -1,4 +1,8 @@
-"""Backwards of one optimizer: each opens a gradient sync in every shard group, and closes them even after an error."""
+"""Backwards of one optimizer: each opens a gradient sync in every shard group, and closes them even after an error.
+
+Where optimizers share a communicator on a device, each begins by an agreement of the ranks, so the reductions of all
+optimizers have one order there.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,8 @@ from .loss_scaler import LossScaler
 from .sharded_group import ShardedGroup
 
 _log = logging.getLogger("lowlevel_zero")
+
+Inputs: TypeAlias = "Tensor | Sequence[Tensor] | None"  # as torch's backward takes them
 
 _BACKWARDS = Alike(
     "the same backwards of this optimizer",
@@ -56,13 +62,7 @@ class Backwards:
         _leave_to_python()
 
     @contextmanager
-    def sync(
-        self,
-        loss: Tensor,
-        inputs: Tensor | Sequence[Tensor] | None,
-        scales: bool = False,
-        by_itself: bool = False,
-    ) -> Iterator[Tensor]:
+    def sync(self, loss: Tensor, inputs: Inputs, scales: bool = False, by_itself: bool = False) -> Iterator[Tensor]:
         """Open a backward's sync, run the body, and close it even after an error. Communicates.
 
         It yields the loss; if it ``scales``, times the loss scale. ``by_itself``: no other optimizer's backward runs
@@ -95,15 +95,14 @@ class Backwards:
                     ends.callback(each.reducer.end, failed)
         self._state.failure.raise_deferred()
 
-    def run(
-        self, tensor: Tensor, grad: Tensor | None, inputs: Tensor | Sequence[Tensor] | None, retain_graph: bool
-    ) -> None:
-        """Run autograd's backward from ``tensor``; warn once instead if it doesn't require grad."""
-        if tensor.requires_grad:
-            torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
-        elif not self._warned:
-            self._warned = True
-            _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", dist.get_rank())
+    def run(self, loss: Tensor, grad: Tensor | None, inputs: Inputs, retain_graph: bool, scales: bool = False) -> None:
+        """Run autograd's backward from ``loss`` in its own sync; warn once instead if it doesn't require grad."""
+        with self.sync(loss, inputs, scales, by_itself=True) as root:
+            if root.requires_grad:
+                torch.autograd.backward(root, grad, retain_graph=retain_graph, inputs=inputs)
+            elif not self._warned:
+                self._warned = True
+                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", dist.get_rank())
 
     @contextmanager
     def _scaled(self, loss: Tensor, scale: Tensor) -> Iterator[Tensor]:

@@ -166,8 +166,7 @@ class LowLevelZeroOptimizer(ColossalNames):
         ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
         nothing.
         """
-        with self._backwards.sync(loss, inputs, scales=True, by_itself=True) as scaled:
-            self._backwards.run(scaled, None, inputs, retain_graph)
+        self._backwards.run(loss, None, inputs, retain_graph, scales=True)
 
     def backward_by_grad(
         self,
@@ -180,8 +179,7 @@ class LowLevelZeroOptimizer(ColossalNames):
 
         fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
         """
-        with self._backwards.sync(tensor, inputs, by_itself=True):
-            self._backwards.run(tensor, grad, inputs, retain_graph)
+        self._backwards.run(tensor, grad, inputs, retain_graph)
 
     def backward_pass(
         self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None

@@ -360,21 +360,15 @@ def merged(name: str, given: Any, keywords: Mapping[str, Any]) -> Any:
     return replace(given, **chosen)
 
 
-def meanings() -> dict[str, str]:
-    """Return the meaning of each keyword of ``LowLevelZeroOptimizer``, by name."""
-    found = {name: about.text for name, about in abouts(ZeroOptions).items()}
+def with_meanings(cls: type[T]) -> type[T]:
+    """Append the meanings of the options among its keywords to the docstring of ``cls``; a class decorator."""
+    known = {name: about.text for name, about in abouts(ZeroOptions).items()}
     for name, group in GROUPS.items():
         first, *_ = (group.__doc__ or "").partition("\n")
-        found[name] = f"a ``lowlevel_zero.{group.__name__}``. {first}"
+        known[name] = f"a ``lowlevel_zero.{group.__name__}``. {first}"
         for each, about in abouts(group).items():
             if about.keyword:
-                found[about.keyword] = f"``{name}.{each}``: {about.text}"
-    return found
-
-
-def with_meanings(cls: type[T]) -> type[T]:
-    """Append the options among its keywords to the docstring of ``cls``, and return it; a class decorator."""
-    known = meanings()
+                known[about.keyword] = f"``{name}.{each}``: {about.text}"
     lines = [entry(name, known[name]) for name in inspect.signature(cls).parameters if name in known]
     cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), *lines])
     return cls

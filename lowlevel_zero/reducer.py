@@ -4,8 +4,6 @@
 - A plain ``loss.backward()`` opens a sync with its first gradient. A rank whose loss touched nothing opens none, so
   the ranks agree at the step on how many they have run, and who is behind joins with zeros. Until then nobody waits
   for a reduction, since its peers may be waiting to agree.
-- Where optimizers share a communicator on a device, ``optimizer.backward`` begins by an agreement of the ranks, so the
-  reductions of all optimizers have one order there.
 - Where there are other optimizers, the gradients of a plain ``loss.backward()`` are reduced once the ranks have agreed,
   and so are those of further shard groups: each rank alone knows what it has run, and in which order.
 - Gradients that came after their bucket had left (a weight in two nested backwards) wait in ``p.grad`` for one more
@@ -239,10 +237,8 @@ class Reducer:
         """Drop the gradients whose ``p.grad``, or slice's, the caller has set to None; close an open sync before.
 
         Which of its reductions have been started differs by rank, so they all come first. Gradients that a later
-        backward has left in it stay. If a backward ``adds``, sums are dropped that an assigned gradient replaces.
-
-        Raises:
-            RuntimeError: a backward ``adds`` to the gradient of a slice that was assigned.
+        backward has left in it stay. If a backward ``adds``, sums are dropped that an assigned gradient replaces;
+        raises if that is a slice's.
         """
         if touched is None:
             touched = self._gradients.touched() if self._shows_some else []
@@ -326,7 +322,7 @@ class Reducer:
 
         Nothing is in flight then. On a device the current stream has yet to ``join`` the sums. Gradients that are left
         in ``p.grad`` stay there, unless the call ``completes`` them. The call comes first, before anything is done.
-        ``assigned``: those whose slice's gradient the caller has assigned, which the call will copy.
+        ``assigned``: whose slice's gradient the caller has assigned.
         """
         if self._backwards.running:
             self._backwards.running.clear()

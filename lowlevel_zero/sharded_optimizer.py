@@ -250,9 +250,8 @@ class ShardedOptimizer(Optimizer):
     def train(self) -> Callable[[], None]:
         """Switch a schedule-free optimizer's parameters to the trained ones, and gather them. Every rank calls it.
 
-        It calls the wrapped optimizer's own ``train`` on slices, and gathers them; ``AttributeError`` if there is none.
-        fp32 masters keep their precision. Calling it again in the same mode doesn't communicate, so it may be called
-        in every step.
+        ``AttributeError`` if the wrapped optimizer has none. fp32 masters keep their precision. Calling it again in the
+        same mode doesn't communicate, so it may be called in every step.
         """
         return self._switching("train", "eval")
 

@@ -49,16 +49,16 @@ class Streams:
     pins = False  # asynchronous copies between the host and this device need pinned memory
 
     def note_gradient_stream(self) -> None:
-        """Note that a gradient has come on the current stream; the host has nothing to note."""
+        """Note that a gradient has come on the current stream, for which home waits when it next works."""
 
     def keep(self, *used: object) -> None:
-        """Keep references to tensors used beside home until home has waited for their use; not on the host."""
+        """Keep references to tensors that the running body of ``beside`` uses, until home has waited for it."""
 
     def limit(self, most: int) -> None:
-        """Make the home stream wait for work beside home until ``most`` parts are left; do nothing on the host."""
+        """Make the home stream wait for work beside home until ``most`` parts are left, and release their tensors."""
 
     def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep the memory of gradients from being reused before home has used them; not on the host."""
+        """Keep the memory of gradients from being reused before home has used them."""
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
         """Return a context that runs its body on the home stream: on the host, a context that does nothing."""
@@ -69,7 +69,7 @@ class Streams:
         return nullcontext()
 
     def join(self) -> None:
-        """Make home and the current stream wait for the work beside home; on the host nothing waits."""
+        """Make home and the current stream wait for the work beside home."""
 
     def release_memory(self) -> None:
         """Give the device back what its allocator keeps for later use."""
@@ -84,9 +84,9 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """Orders work on a device's streams: the home stream, the side stream, and the streams that gradients come on.
+    """Orders work on a device's streams: the home stream, the one beside it, and those that gradients come on.
 
-    ``api``: ``torch.cuda``, or another device's module.
+    ``api``: ``torch.cuda``, or another device's module. Methods without a docstring have that of ``Streams``.
     """
 
     several = True
@@ -106,7 +106,6 @@ class DeviceStreams(Streams):
         self._others_seen = False
 
     def note_gradient_stream(self) -> None:
-        """Note the current stream, for which home waits when it next works."""
         if self._handle_of is not None and self._handle_of(self._number) == self._home.cuda_stream:
             return
         stream = self.current()
@@ -115,12 +114,10 @@ class DeviceStreams(Streams):
             self._others_seen = True
 
     def keep(self, *used: object) -> None:
-        """Keep references to tensors that the running body of ``beside`` uses."""
         if self._keeping is not None:
             self._keeping += used
 
     def limit(self, most: int) -> None:
-        """Make the home stream wait for work beside home until ``most`` parts are left, and release their tensors."""
         while len(self._kept) > most:
             end, _ = self._kept.popleft()
             self._home.wait_event(end)
@@ -173,18 +170,15 @@ class DeviceStreams(Streams):
                 self._kept.append((self._recorded(self._beside), kept))
 
     def join(self) -> None:
-        """Make home and the current stream wait for the stream beside home, if that was used."""
         if self._beside is not None:
             for stream in {self._home, self.current()}:
                 stream.wait_stream(self._beside)
             self._kept.clear()
 
     def release_memory(self) -> None:
-        """Empty the cache of torch's allocator."""
         self._api.empty_cache()
 
     def captures(self) -> bool:
-        """Return whether a graph captures the current stream; False for devices without graphs."""
         return hasattr(self._api, "is_current_stream_capturing") and self._api.is_current_stream_capturing()
 
     def mark(self) -> Mark:

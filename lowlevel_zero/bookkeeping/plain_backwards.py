@@ -15,14 +15,11 @@ class PlainBackwards:
     """Calls ``ended`` at the end of each watched backward; where one is nested in another, at the end of the other.
 
     Activation checkpoints nest backwards: the one around them may bring no gradient itself.
-
-    Attributes:
-        running: those that have begun, and haven't come to their end.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = WeakMethod(ended)  # its object holds this one
-        self.running: set[int] = set()
+        self.running: set[int] = set()  # those that have begun, and haven't come to their end
 
     def watch(self) -> bool:
         """Watch for the end of the running backward; return whether it wasn't watched before."""

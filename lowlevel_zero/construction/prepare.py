@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -122,15 +122,49 @@ def _chosen(
     model: nn.Module | None,
     known_groups: int = 0,
 ) -> Checked:
-    """Choose the splits of ``new`` parameters, and return them with the lines that ``describe`` yields."""
+    """Choose the splits of ``new`` parameters, and return them with the lines that ranks must have in common.
+
+    The first shard group's lines also tell what is common to all ranks. The first ``known_groups`` of the optimizer
+    hold slices, which aren't described.
+    """
     choices = check_and_choose(optimizer, new, names, options)
     check_no_list_of_its_own(optimizer, new)
-    writes_unused = may_write_unused(optimizer)
-    numbers, number_of = range(1 + len(assignment.groups)), assignment.number_of
-    lines = [
-        list(describe(optimizer, names, choices, model, number_of, at, writes_unused, known_groups)) for at in numbers
+    writes_unused, number_of = may_write_unused(optimizer), assignment.number_of
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    lines: list[list[str]] = [[] for _ in range(1 + len(assignment.groups))]
+    lines[0] += [
+        f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        f"trained on {', '.join(sorted({p.device.type for p in trained}))}",
+        "model=None" if model is None else "model given",
+        f"the optimizer may write parameters that have no gradient: {writes_unused}",
+        *described(optimizer.param_groups),
     ]
+    for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
+        for p in group["params"]:
+            split = f"split by {choices[p].by}, costs {choices[p].costs}" if p in choices else "frozen"
+            told = f"parameter {names[p]} of group {at}: {split}, {_described(p)}{_states(optimizer, p)}"
+            lines[number_of.get(p, 0)].append(told)
+    for tensor, name in own_names(model).items():
+        if tensor not in names:
+            lines[number_of.get(tensor, 0)].append(f"tensor {name} of the model: {_described(tensor)}")
     return Checked(new, names, choices, assignment, lines, writes_unused)
+
+
+def _states(optimizer: Optimizer, p: Tensor) -> str:
+    """Return the states of a parameter as text."""
+    leaves = [
+        (f"{key}{keystr(path)}", leaf)
+        for key, value in (optimizer.state.get(p) or {}).items()
+        for path, leaf in tree_flatten_with_path(value)[0]
+    ]
+    return "".join(f", state {key} {_described(leaf)}" for key, leaf in leaves)
+
+
+def _described(value: object) -> str:
+    """Return a tensor's device type, shape and dtype as text, or another state's type, with its value if it's plain."""
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__}{f' {value}' if isinstance(value, (bool, int, float, str)) else ''}"
+    return f"on {value.device.type}, {tuple(value.shape)} {value.dtype}"
 
 
 def agreed_verbosity(group: ShardGroup, options: ZeroOptions) -> ZeroOptions:
@@ -172,51 +206,3 @@ def shard(
     with together(parameters.shard_groups[0], doing):
         sharding.broadcast_initial_values()
     return sharding
-
-
-# ---- lines that must be the same on all ranks ----
-
-
-def describe(
-    optimizer: Optimizer,
-    names: dict[Tensor, str],
-    choices: Mapping[Tensor, Choice],
-    model: nn.Module | None,
-    number_of: Mapping[Tensor, int],
-    number: int,
-    writes_unused: bool,
-    known_groups: int = 0,
-) -> Iterator[str]:
-    """Yield lines about parameters, states and buffers that must be alike on all ranks of the shard group ``number``.
-
-    The lines of shard group 0 also tell what is common to all ranks: the optimizer's class, the settings of its groups
-    and the type of the device. The first ``known_groups`` hold slices, which aren't described.
-    """
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if number == 0:
-        yield f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        yield f"trained on {', '.join(sorted({p.device.type for p in trained}))}"
-        yield "model=None" if model is None else "model given"
-        yield f"the optimizer may write parameters that have no gradient: {writes_unused}"
-        yield from described(optimizer.param_groups)
-    for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
-        for p in (p for p in group["params"] if number_of.get(p, 0) == number):
-            choice = choices.get(p)
-            split = f"split by {choice.by}, costs {choice.costs}" if choice else "frozen"
-            leaves = [
-                (f"{key}{keystr(path)}", leaf)
-                for key, value in (optimizer.state.get(p) or {}).items()
-                for path, leaf in tree_flatten_with_path(value)[0]
-            ]
-            told = "".join(f", state {key} {_described(leaf)}" for key, leaf in leaves)
-            yield f"parameter {names[p]} of group {at}: {split}, {_described(p)}{told}"
-    for tensor, name in own_names(model).items():
-        if tensor not in names and number_of.get(tensor, 0) == number:
-            yield f"tensor {name} of the model: {_described(tensor)}"
-
-
-def _described(value: object) -> str:
-    """Return a tensor's device type, shape and dtype as text, or another state's type, with its value if it's plain."""
-    if not isinstance(value, Tensor):
-        return f"{type(value).__name__}{f' {value}' if isinstance(value, (bool, int, float, str)) else ''}"
-    return f"on {value.device.type}, {tuple(value.shape)} {value.dtype}"
