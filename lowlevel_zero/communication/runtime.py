@@ -94,17 +94,7 @@ class Worker:
 class Runtime:
     """Threads, time, processes, pipes and shared memory of the operating system; a simulated rank has others.
 
-    Attributes:
-        worker: makes a thread for tasks, of a name and the ``Threads`` that own it.
-        lock: makes a lock between this process's threads.
-        nested_lock: makes one that its holder may take again, as where the garbage collector calls a finaliser.
-        now: returns the seconds of a monotonic clock.
-        sleep: sleeps for some seconds.
-        own_process: returns the identity of this process, to be sent to other ranks.
-        own_memory: makes this process's memory, which others map.
-        others_memory: maps another process's memory, of an address, and returns the map.
-        own_pipe: makes a pipe that this process reads.
-        others_pipe: opens the pipe that another process reads under a descriptor.
+    A nested lock's holder may take it again, as where the garbage collector calls a finaliser. Time is in seconds.
     """
 
     worker, lock, nested_lock = Worker, staticmethod(Lock), staticmethod(RLock)

@@ -281,17 +281,17 @@ def test_a_limited_address_space_is_left_to_others() -> None:
 )
 def test_only_the_very_process_s_memory_is_taken(changed: dict[str, Any], reason: str) -> None:
     own = Memory(0, range(1), Threads())
-    map_of(own.address.memory)  # as if this process were another
+    map_of(own.address)  # as if this process were another
     before = descriptors()
     with pytest.raises((OSError, ValueError), match=reason):
-        map_of(own.address.memory._replace(**changed))
+        map_of(own.address._replace(**changed))
     assert descriptors() == before
 
 
 def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Memory(0, range(1), Threads())
     with pytest.raises(MemoryError, match=f"{SWITCH}=0"):
-        own.take(own.address.memory.size, torch.uint8)
+        own.take(own.address.size, torch.uint8)
 
     def full(*_: int) -> None:
         raise OSError("no space")

@@ -53,7 +53,7 @@ def blocks(network: Network) -> tuple[str, ...]:
     for pool in pools:
         pool.trim()
     found = []
-    for memory in (network.memories[pool.address.memory.descriptor] for pool in pools):
+    for memory in (network.memories[pool.address.descriptor] for pool in pools):
         for offset, nbytes in sorted(memory.resident.items(), key=lambda each: each[1])[1:]:
             found.append(f"rank {memory.rank}: {nbytes} bytes at {offset}")
     return tuple(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ from .control_pipe import ControlPipe, PeerPipe
 _PAGE = mmap.PAGESIZE
 
 T = TypeVar("T")
-
-
-class Address(NamedTuple):
-    """A process's memory, and its pipe's file descriptor; sent to other ranks."""
-
-    memory: MemoryAddress
-    pipe: int
 
 
 class NoSharedMemory(MemoryError, RuntimeError):
@@ -63,7 +56,7 @@ class Memory:
         rank: this process's rank among ``ranks``, the global ones.
 
     Attributes:
-        map: this process's memory.
+        address: the place of this process's memory.
         maps: the other ranks' memory, by rank, beginning with the rank before this one.
         pipe: carries records of where parts of collectives lie.
         timeout: seconds to wait for a peer.
@@ -78,16 +71,15 @@ class Memory:
         self._own = runtime().own_memory()
         self._readers: dict[int, set[int]] = {}
         self.pipe = ControlPipe(rank, ranks, self._readers, threads)
-        self.map = self._own.map
         self.maps: dict[int, mmap.mmap] = {}
         self.timeout = 0.0
-        self.address = Address(self._own.address, self.pipe.descriptor)
+        self.address = self._own.address
         self._blocks: list[Block] = []
         self._lock = runtime().lock()
         self._top = _PAGE
 
-    def connect(self, addresses: Sequence[Address], timeout: float) -> None:
-        """Map the shared memory of this host's other ranks, and open their pipes.
+    def connect(self, addresses: Sequence[tuple[MemoryAddress, int]], timeout: float) -> None:
+        """Map the shared memory of this host's other ranks, and open the pipes that they read under descriptors.
 
         Raises:
             OSError, ValueError: a peer's can't be reached from here.
@@ -95,9 +87,9 @@ class Memory:
         self.timeout = timeout
         for turn in range(1, len(addresses)):
             of = (self._rank - turn) % len(addresses)
-            self.maps[of] = runtime().others_memory(addresses[of].memory)
-            process, pipe = addresses[of].memory.process, addresses[of].pipe
-            self.pipe.peers[of] = PeerPipe(process, pipe, timeout, self._threads)
+            address, pipe = addresses[of]
+            self.maps[of] = runtime().others_memory(address)
+            self.pipe.peers[of] = PeerPipe(address.process, pipe, timeout, self._threads)
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Block, Tensor]:
         """Return a block, taken until all ranks have finished with it, and ``[numel]`` in it; never waits for ranks.
@@ -113,7 +105,7 @@ class Memory:
             else:
                 block = self._best(nbytes)
             block.readers.update(self._everybody)
-        tensor = torch.frombuffer(self.map, dtype=dtype, count=max(numel, 1), offset=block.offset)
+        tensor = torch.frombuffer(self._own.map, dtype=dtype, count=max(numel, 1), offset=block.offset)
         return block, tensor if numel else tensor[:0]
 
     def _best(self, nbytes: int) -> Block:
@@ -149,11 +141,11 @@ class Memory:
     def held(self) -> list[Tensor]:
         """Return the blocks that have memory allocated, as tensors of bytes."""
         resident = [block for block in self._blocks if block.resident]
-        return [torch.frombuffer(self.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
+        return [torch.frombuffer(self._own.map, dtype=torch.uint8, count=b.nbytes, offset=b.offset) for b in resident]
 
     def _new(self, nbytes: int) -> Block:
         """Take a new block of ``nbytes`` behind the others; raise ``NoSharedMemory`` where no address space is left."""
-        if self._top + nbytes > self.address.memory.size:
+        if self._top + nbytes > self.address.size:
             raise NoSharedMemory(nbytes, "all of its address space is taken")
         block = Block(self._top, nbytes, self._readers.setdefault(self._top, set()))
         self._blocks.append(block)
@@ -180,7 +172,7 @@ def open_pool(backend: HostBackend, ranks: Sequence[int], timeout: float, thread
     ``backend`` carries what these global ranks tell each other.
     """
     own = _or_why_not(lambda: Memory(backend.rank, ranks, threads))
-    addresses = backend.all_gather_object(own if isinstance(own, str) else own.address)
+    addresses = backend.all_gather_object(own if isinstance(own, str) else (own.address, own.pipe.descriptor))
     refusals = _refusals(addresses, ranks)
     if isinstance(own, str) or refusals:
         return refusals
