@@ -65,7 +65,10 @@ def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object
     """Return an error that names the ranks lost in ``what``, or None; this takes up to a second."""
     if not dist.is_initialized() or isinstance(error, LostRank) or not _BROKEN.search(str(error)):
         return None
-    ranks = _ended_soon(dist.get_process_group_ranks(group))
+    members, deadline, pause = dist.get_process_group_ranks(group), runtime().now() + _PATIENCE, _PAUSE
+    while not (ranks := ended_ranks(members)) and runtime().now() < deadline:
+        runtime().sleep(pause)
+        pause *= 2
     if ranks:
         lost = f"{listed_ranks(ranks)}, whose {'process has' if len(ranks) == 1 else 'processes have'} ended"
     else:
@@ -80,12 +83,3 @@ def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text for a message."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _ended_soon(ranks: Sequence[int]) -> list[int]:
-    """Wait up to a second for processes to end, and return the ranks whose processes have."""
-    deadline, pause = runtime().now() + _PATIENCE, _PAUSE
-    while not (found := ended_ranks(ranks)) and runtime().now() < deadline:
-        runtime().sleep(pause)
-        pause *= 2
-    return found

@@ -118,7 +118,10 @@ class SharedMemory(HostBackend):
             try:
                 for of, theirs in memory.maps.items():
                     if what.coming[of] and what.sizes is None and places[of].nbytes != own.nbytes:
-                        raise RuntimeError(_of_another_call(of, own.nbytes, places[of].nbytes))
+                        raise RuntimeError(
+                            f"expected {own.nbytes} bytes from rank {of}, as many as it gets, got {places[of].nbytes} "
+                            "bytes of another call: let every rank make the same calls in the same order"
+                        )
                     if what.coming[of]:
                         offset = places[of].offset + places[of].start
                         parts[of] = torch.frombuffer(theirs, dtype=own.dtype, count=what.coming[of], offset=offset)
@@ -135,11 +138,3 @@ class SharedMemory(HostBackend):
             return referent(self._pool).pipe.has(key)
 
         return Work(finish, ready, (what.buffer,))
-
-
-def _of_another_call(rank: int, expected: int, got: int) -> str:
-    """Return the message for a peer whose buffer has another size than this rank's."""
-    return (
-        f"expected {expected} bytes from rank {rank}, as many as it gets, got {got} bytes of another call: "
-        "let every rank make the same calls in the same order"
-    )
