@@ -197,11 +197,11 @@ class Contents:
     def _check_same_model(self, manifest: Manifest) -> None:
         """Raise ``ValueError`` unless the checkpoint has the same tensors, shapes, kinds of dtype, ties and experts."""
         saved = {**manifest.tensors, **manifest.excluded}
-        for name in (*self.saved, *saved):
-            if name not in saved or name not in self.saved:
-                one, other = ("model", "checkpoint") if name in self.saved else ("checkpoint", "model")
-                remedy = _SHARE_ALIKE if self.experts or manifest.experts else _BUILD_ANEW
-                raise ValueError(f"{name}: the {one} has it, the {other} doesn't: {remedy}")
+        for name in sorted(self.saved.keys() ^ saved.keys()):  # ranks have experts in different orders
+            one, other = ("model", "checkpoint") if name in self.saved else ("checkpoint", "model")
+            remedy = _SHARE_ALIKE if self.experts or manifest.experts else _BUILD_ANEW
+            raise ValueError(f"{name}: the {one} has it, the {other} doesn't: {remedy}")
+        for name in saved:
             ours, theirs = self.saved[name], saved[name]
             if ours.shape != theirs.shape:
                 raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: {_BUILD_ANEW}")

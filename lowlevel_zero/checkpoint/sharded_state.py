@@ -156,8 +156,7 @@ class ShardedState:
 
     def room(self) -> States:
         """Return zeros for the states that a step will make for parameters without state, if a probe can tell."""
-        has_state = {name for name in self._records if {*self.present[name], *self._others[name]} - {MASTER}}
-        new = {name: record for name, record in self._records.items() if name not in has_state}
+        new = {name: record for name, record in self._records.items() if not self._told[name].keys() - {MASTER}}
         try:
             first = {sample: states_of_shape(self._optim, sample) for sample in {*map(_sample_shape, new.values())}}
         except NoProbe:
@@ -227,7 +226,7 @@ class ShardedState:
         rooms = {
             key: self._room(key, like, likes, record, former.get(key))
             for key, like in likes.items()
-            if _is_read(record, key)
+            if (takes_master(record) if key == MASTER else not _is_single(record))
         }
         slices = {key: room for key, room in rooms.items() if isinstance(room, BoxedTensor)}
         for key, room in slices.items():
@@ -367,11 +366,6 @@ _REMEDY = "build the optimizer with the groups that it was saved with"
 def _is_single(record: ShardedParameter) -> bool:
     """Return whether all ranks step a parameter of a single element, of which all but one hold padding."""
     return record.split.owner is None and record.p.numel() == 1
-
-
-def _is_read(record: ShardedParameter, key: str) -> bool:
-    """Return whether a rank reads its slice of this state: not of a single element's, nor a master without a place."""
-    return takes_master(record) if key == MASTER else not _is_single(record)
 
 
 def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
