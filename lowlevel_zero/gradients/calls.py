@@ -101,10 +101,6 @@ class Calls:
         finally:
             error = None  # its traceback holds this frame: a cycle would keep gradients alive
 
-    def finish_gradients_for(self, doing: str) -> None:
-        """Enter the call ``doing``, and complete all gradients, for a use of ``p.grad``. Communicates."""
-        self.finish_gradients(self.enter(doing))
-
     def finish_gradients_to_read(self, record: ShardedParameter, doing: str) -> None:
         """Complete all gradients to read that of ``record``, which must be the same on every rank. Communicates."""
         self._guard.enter(doing)

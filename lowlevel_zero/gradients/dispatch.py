@@ -248,7 +248,8 @@ def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
     given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
     order, dtype = float(given.get("ord", 2)), given.get("dtype")
     listed, targets, sharded = _targets(args)
-    if given.get("dim") is not None or given.get("keepdim") or not order > 0 or not all(map(_is_current, sharded)):
+    current = all(each.live() is not None and each.is_current for each in sharded)
+    if given.get("dim") is not None or given.get("keepdim") or not order > 0 or not current:
         return _read(func, args, kwargs)
     norms: dict[ShardedParameter, Tensor] = {}
     for gradients, records in _by_optimizer(sharded).items():
@@ -260,10 +261,6 @@ def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
     plain = [each for each in targets if not _is_sharded(each)]
     others = iter(func(plain, *args[1:], **kwargs) if plain else ())
     return [next(ours if _is_sharded(each) else others) for each in targets]
-
-
-def _is_current(tensor: ShardedGradient) -> bool:
-    return tensor.live() is not None and tensor.is_current
 
 
 # ---- which function performs an operator ----

@@ -59,7 +59,7 @@ class OptimizerGradients:
             (group,) = self._groups
             with self._gathering(self._group, lambda: self._together(self._zeros(len(group.records)), norm_type)):
                 without = [record for record in group.records if record.p.grad is None]
-                self._calls.finish_gradients_for(NORMS)
+                self._calls.finish_gradients(self._calls.enter(NORMS))
                 self._refuse_late(without)
                 if self._known_at != self.versions:
                     self._known.clear()
@@ -102,7 +102,7 @@ class OptimizerGradients:
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
         """Finish reductions, and yield each shard group with the records that have a gradient. Communicates."""
         if not self._is_finished(records):
-            self._calls.finish_gradients_for("edit p.grad")
+            self._calls.finish_gradients(self._calls.enter("edit p.grad"))
         for each in self._groups:
             some = [record for record in records if record.shard_group == each.number and record.worked]
             if some:
@@ -147,7 +147,7 @@ class OptimizerGradients:
         """Return the norm of some parameters' gradients together, experts included, 0-d. Communicates."""
         self._check(norm_type)
         with self._gathering(self._group, lambda: self._together(self._zeros(1), norm_type)):
-            self._calls.finish_gradients_for("lowlevel_zero.clip_grad_norm_")
+            self._calls.finish_gradients(self._calls.enter("lowlevel_zero.clip_grad_norm_"))
             wanted = set(records)
             pieces = list(self._zeros(1))
             for each in self._groups:

@@ -80,12 +80,9 @@ class ShardedGradient(Handle):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, record: ShardedParameter, like: Tensor, gradients: OptimizerGradients) -> Self:
-        return cls._made(like, like.device)
-
-    @classmethod
-    def _made(cls, like: Tensor, device: torch.device) -> Self:
+    def __new__(cls, of: ShardedParameter | ShardedGradient, like: Tensor, *_: object) -> Self:
         """Return a tensor of ``like``'s shape and strides without memory, whose data pointer raises."""
+        device = like.device if isinstance(of, ShardedParameter) else of.device
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -245,7 +242,7 @@ class ShardedGradient(Handle):
 
     def detached(self) -> ShardedGradient:
         """Return a detached gradient that keeps the present values."""
-        return DetachedGradient(self)
+        return DetachedGradient(self, self)
 
     def viewed(self, like: Tensor, look: Callable[[Tensor], Tensor]) -> ShardedGradient:
         """Return a view with the shape and strides of ``like``; ``look`` makes it from a whole gradient."""
@@ -255,11 +252,7 @@ class ShardedGradient(Handle):
 class DetachedGradient(ShardedGradient):
     """The result of ``p.grad.detach()``: it keeps its values, and writes go through to ``p.grad``."""
 
-    @staticmethod
-    def __new__(cls, of: ShardedGradient) -> Self:
-        return cls._made(of, of.device)
-
-    def __init__(self, of: ShardedGradient) -> None:
+    def __init__(self, of: ShardedGradient, like: Tensor) -> None:
         self._follow(of)
         self._of = of
         self.keep_current()
@@ -307,10 +300,6 @@ class ViewOfGradient(ShardedGradient):
         like: a tensor with the view's shape and strides.
         look: gives the view of a whole gradient.
     """
-
-    @staticmethod
-    def __new__(cls, of: ShardedGradient, like: Tensor, look: Callable[[Tensor], Tensor]) -> Self:
-        return cls._made(like, of.device)
 
     def __init__(self, of: ShardedGradient, like: Tensor, look: Callable[[Tensor], Tensor]) -> None:
         self._follow(of)
