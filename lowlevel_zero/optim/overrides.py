@@ -38,11 +38,8 @@ def check_overrides(optimizer: Any, new: Sequence[Tensor], names: Mapping[Tensor
     for p in new:
         overrides = overrides_of(optimizer, p)
         for key, value in overrides.items():
-            if (
-                key not in _CARRIED
-                and (key, value) != ("optim_bits", 32)
-                and value != getattr(optimizer.args, key, None)
-            ):
+            carried = key in _CARRIED or (key, value) == ("optim_bits", 32)
+            if not carried and value != getattr(optimizer.args, key, None):
                 raise ValueError(
                     f"{names.get(p, 'a parameter')}: expected a setting of its own that its slices can have, got "
                     f"{key}={value!r} from bitsandbytes' GlobalOptimManager: override {', '.join(sorted(_CARRIED))} or "

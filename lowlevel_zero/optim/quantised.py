@@ -12,7 +12,7 @@ is gathered and cut like any other. No bit is lost either way, at any number of 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,18 +98,16 @@ def is_quantised(value: object) -> bool:
 
 
 def stored_state(optimizer: Optimizer, state: State) -> State:
-    """Return ``state`` as it is saved: quantised states as codes and one scale for each block."""
-    return state if block_size(optimizer) == 1 else dict(_stored(state))
-
-
-def _stored(state: State) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of an 8-bit state for a checkpoint: codes and scales apart, without lookup tables."""
+    """Return ``state`` as it is saved: quantised states as codes and one scale for each block, no lookup tables."""
+    if block_size(optimizer) == 1:
+        return state
+    stored: State = {}
     for key, value in state.items():
         if hasattr(value, "codes"):
-            yield key + _CODES, value.codes
-            yield key + _SCALE, value.scale
+            stored |= {key + _CODES: value.codes, key + _SCALE: value.scale}
         elif not key.startswith("qmap"):
-            yield key, value
+            stored[key] = value
+    return stored
 
 
 def is_scale(key: str, state: Collection[str]) -> bool:

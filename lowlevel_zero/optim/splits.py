@@ -125,11 +125,10 @@ def choose_splits(
     """Return how to split each param group, "elements" or "parameters"; raise ``TypeError`` if neither is exact.
 
     A group's own key ``"split"`` comes first, then what is ``chosen`` for all, then what is known of the class or shown
-    by a probe. Others of the class step small fresh parameters in it. ``optimizer``, its parameters, state, options and
-    hooks stay as they are, and so do random number generators. What the class counts for all of its instances goes on:
-    taking back numbers that it has given away could mix instances up. The same optimizer gets the same answer on every
-    rank. ``parameters`` are tensors of the numbers of dimensions that are to be stepped, by default those in the
-    groups; ``dtypes`` are those of 16 bits among the dtypes that are to be stepped.
+    by a probe, in which others of the class step small fresh parameters. ``optimizer`` and random number generators
+    stay as they are. (What a class counts for all of its instances goes on.) All ranks get the same answer.
+    ``parameters`` have the numbers of dimensions that are to be stepped: by default they are the groups'. ``dtypes``
+    are the 16-bit ones that are to be stepped.
 
     Raises:
         TypeError: ``optimizer`` treats neither elements nor parameters independently, or could not be tried. The

@@ -69,10 +69,9 @@ def states_of_shape(
     """
     with undisturbed():
         params: list[Tensor] = []
+        on_host = torch.empty(0, dtype=dtype, device="cpu")
         for group in optimizer.param_groups:
-            like = (
-                group["params"][0] if group["params"] and dtype is None else torch.empty(0, dtype=dtype, device="cpu")
-            )
+            like = group["params"][0] if group["params"] and dtype is None else on_host
             params.append(torch.nn.Parameter(like.new_zeros(shape)))
         other = make(params) if make else with_one_each(optimizer, params)
         step(other, params, map(torch.zeros_like, params))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,7 +48,10 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
         groups = fresh(wrapped, options, params)
     made = type(optimizer)(groups, **{name: _copied(name, recorded[name]) for name in names})
     if not hasattr(type(made), "__del__"):
-        vars(made).update((name, copy.deepcopy(value)) for name, value in vars(optimizer).items() if _is_plain(value))
+        for name, value in vars(optimizer).items():
+            held = tree_leaves(value) if type(value) in (tuple, list, dict) else [value]  # neither states nor hooks
+            if all(isinstance(each, _PLAIN) for each in held):
+                vars(made)[name] = copy.deepcopy(value)
     train = getattr(made, "train", None)
     if callable(train):  # schedule-free ones step in that mode alone
         train()
@@ -111,24 +113,18 @@ def own_options(group: Mapping[str, Any]) -> Options:
     return {name: _copied(name, value) for name, value in group.items() if name not in _MEMBERS}
 
 
-def _copied(name: str, value: Any) -> Any:
-    return tree_map(partial(_copied_leaf, name), value)
+def _copied(name: str, option: Any) -> Any:
+    """Return a copy of an option; raise ``NoProbe`` unless it is a number or a function, or holds these alone."""
 
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.detach().cpu().clone()
+        plain = isinstance(value, (*_PLAIN, torch.dtype, torch.device))
+        if plain or (callable(value) and not isinstance(value, torch.nn.Module)):
+            return value
+        raise NoProbe(f"its option {name} is a {type(value).__name__}, which a probe does not copy")
 
-def _copied_leaf(name: str, value: Any) -> Any:
-    """Return a copy of an option, or of an element of one; raise ``NoProbe`` unless it is a number or a function."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().cpu().clone()
-    plain = isinstance(value, (*_PLAIN, torch.dtype, torch.device))
-    if plain or (callable(value) and not isinstance(value, torch.nn.Module)):
-        return value
-    raise NoProbe(f"its option {name} is a {type(value).__name__}, which a probe does not copy")
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether an attribute is a number, a string, None, or a container of these."""
-    held = tree_leaves(value) if type(value) in (tuple, list, dict) else [value]
-    return all(isinstance(each, _PLAIN) for each in held)
+    return tree_map(copied, option)
 
 
 def unlike_settings(*optimizers: Optimizer) -> str | None:
