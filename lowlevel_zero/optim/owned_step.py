@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class OwnedStep:
     def __init__(self, optim: Optimizer, parameters: ParameterStore) -> None:
         self._optim = optim
         self._parameters = parameters
-        self._fails: dict[bool, bool] = {}  # whether the class fails on groups that are empty, or have no gradient
+        self._fails = cache(partial(fails_without_gradients, optim))
 
     def __call__(self, method: str = "step") -> None:
         """Call a method of the wrapped optimizer with only this rank's own slices in its groups. Doesn't communicate.
@@ -54,26 +55,19 @@ class OwnedStep:
     ) -> list[Tensor]:
         """Leave this rank's own slices in a group that the caller made of ``members``; return what stands in."""
         held = group["params"]
-        group["params"] = [p32 for p32 in held if p32 not in others]
+        own = group["params"] = [p32 for p32 in held if p32 not in others]
         stand_ins: dict[Tensor, Tensor] = {}
         absent = [others[p32].p for p32 in held if p32 in others] if held else members
-        if absent and method == "step" and self._fails_on(group["params"]):
+        unused = all(p32.grad is None for p32 in own)
+        if absent and unused and method == "step" and self._fails(not own):
             smallest = min(absent, key=Tensor.numel)
             stand_ins = {smallest: self._stand_in(smallest)}
-            group["params"] += stand_ins.values()
+            own += stand_ins.values()
         if _NAMES in group and len(group[_NAMES]) == len(members):
             slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_ins
             names = {slices.get(p): name for p, name in zip(members, group[_NAMES], strict=True)}
-            group[_NAMES] = [names[p32] for p32 in group["params"]]
+            group[_NAMES] = [names[p32] for p32 in own]
         return [*stand_ins.values()]
-
-    def _fails_on(self, params: Sequence[Tensor]) -> bool:
-        """Return whether the class fails on a group of these, none of which has a gradient."""
-        if any(p.grad is not None for p in params):
-            return False
-        if (empty := not params) not in self._fails:
-            self._fails[empty] = fails_without_gradients(self._optim, empty)
-        return self._fails[empty]
 
     def _stand_in(self, p: Tensor) -> Tensor:
         """Return a parameter of ``p``'s shape, with a gradient unless ``p`` is frozen, which keeps a group filled."""
