@@ -60,7 +60,7 @@ class SimulatedStreams(Streams):
         finally:
             actor.stream = before
         if before is None and self._network.scheduler.random() < _EAGER:
-            while self._queue and self._is_ready(self._done + 1, {}):
+            while self._queue and self.is_ready(self._done + 1, {}):
                 self.advance(self._done + 1)
 
     def join(self) -> None:
@@ -82,9 +82,6 @@ class SimulatedStreams(Streams):
 
     def is_ready(self, position: int, asked: dict[int, bool]) -> bool:
         """Whether nothing of what comes before ``position`` waits for another rank."""
-        return self._is_ready(position, asked)
-
-    def _is_ready(self, position: int, asked: dict[int, bool]) -> bool:
         steps = list(self._queue)[: max(0, position - self._done)]
         return all(step.is_ready(asked) for step in steps if isinstance(step, Pending))
 

@@ -355,7 +355,3 @@ class Drawing:
 def _makes(rows: Iterable[Row], name: str) -> bool:
     """Whether a rank makes a call of this name."""
     return any(call is not None and call.name == name for row in rows for call in row)
-
-
-def with_carrier(program: Program, carrier: str) -> Program:
-    return replace(program, carrier=carrier)

@@ -202,16 +202,6 @@ class Group(dist.ProcessGroup):
 
         return self._issue("all_to_all", (str(own.dtype),), (into, own, out, come), run)
 
-    def alltoall(self, into: list[Tensor], own: list[Tensor], opts: Any = None) -> Work:
-        """A tensor of each to each."""
-
-        def run(parts: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
-            handed = [[each.clone() for each in sent] for _, sent in parts]
-            for to, (got, _) in enumerate(parts):
-                _copy(got, [each[to] for each in handed])
-
-        return self._issue("all_to_all", (str(own[0].dtype), len(own)), (into, own), run)
-
     def gather(self, into: list[list[Tensor]], own: list[Tensor], opts: Any = None) -> Work:
         """Everybody's, on the root."""
         root = opts.rootRank
@@ -263,10 +253,6 @@ def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
                 total += part
             case "MAX":
                 total = torch.maximum(total, part)
-            case "MIN":
-                total = torch.minimum(total, part)
-            case "PRODUCT":
-                total *= part
             case _:
                 raise NotImplementedError(op)
     return total / len(parts) if op == "AVG" else total

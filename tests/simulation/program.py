@@ -168,9 +168,6 @@ class Program:
         nudge = FP16_NUDGE if self.in_fp32() is None else NUDGE
         return replace(self, parts=tuple(replace(part, nudge=nudge) for part in self.parts))
 
-    def with_rows(self, rows: list[Row]) -> Program:
-        return replace(self, rows=tuple(rows))
-
     def __str__(self) -> str:
         return "\n".join([*self._settings(), *self._table()])
 
