@@ -132,20 +132,6 @@ def check_row(bucket: PlannedBucket, items: list[Item]) -> None:
     assert alignment.wide > alignment.short or 0 <= bucket.row - bucket.body <= 0.02 * bucket.body
 
 
-NARROWED = {
-    "a member leaves its bucket": ((0, 1, 1), [Row((1,), (150,)), Row((2,), (200,))]),
-    "a bucket that is empty goes": ((0, 0, 1), [Row((2,), (200,))]),
-    "the last one goes": ((1, 1, 0), [Row((0, 1), (150, 150))]),
-    "all of it": ((0, 0, 0), []),
-}
-
-
-@pytest.mark.parametrize(("used", "expected"), NARROWED.values(), ids=NARROWED.keys())
-def test_a_narrowed_plan_is_the_table_s(used: tuple[int, ...], expected: list[Row]) -> None:
-    plan = plan_of(Case([300, 300, 400], 700, []))
-    assert rows_of(narrowed(plan, used)) == expected
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_narrowed_plan_has_what_is_used_in_the_same_order_and_company(seed: int) -> None:
     items, order, bucket_size = random_items(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.gradients.global_norm import GlobalNorm, clip_factor
 from tests.support.experts import Run, prepare, train_alone, train_step, whole_name
+from tests.support.gradients import batch
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_ranks
 
 INF = float("inf")
 
@@ -33,10 +35,6 @@ class Part(nn.Module):
     def forward(self, x: Tensor, whole: bool = True) -> Tensor:
         hidden = torch.tanh(self.first(x))
         return self.second(hidden) if whole else hidden[:, :3]
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -207,11 +205,6 @@ def test_sixteen_bit_squares_do_not_overflow() -> None:
     assert norm == pytest.approx(120_000, rel=1e-3)
 
 
-def test_squares_are_added_over_ranks_not_norms() -> None:
-    norms = run_ranks(lambda rank, _: global_norm([torch.tensor([3.0 + rank])], 1.0, ShardGroup(), CPU).item(), 2)
-    assert norms == [5.0, 5.0]
-
-
 @on_ranks(3, [math.inf, -math.inf, math.nan])
 def test_one_bad_element_on_one_rank_is_seen_by_all(rank: int, bad: float) -> None:
     slices = slices_of(rank)
@@ -242,26 +235,22 @@ class Multiplied(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("way", ["shared memory", "messages"])
-def test_a_step_of_what_was_clipped_scales_this_rank_s_rows_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", "0" if way == "messages" else "1")
+@on_ranks(8, product(("1", "0"), (torch.float32, torch.bfloat16)), one_group=False)
+def test_a_step_of_what_was_clipped_scales_this_rank_s_rows_alone(rank: int, shared: str, dtype: torch.dtype) -> None:
     numel = 4096
-
-    def work(rank: int, world_size: int, dtype: torch.dtype) -> None:
-        p = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+    p = torch.nn.Parameter(torch.zeros(numel, dtype=dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", shared)
         optimizer = LowLevelZeroOptimizer(torch.optim.SGD([p], lr=0.5))
-        expected = torch.zeros(numel)
-        for step in range(2):
-            gradient = torch.full((numel,), float(1 + step))
-            optimizer.backward((p.float() * gradient * (1 + rank)).sum())
-            mean = gradient * (1 + world_size) / 2
-            optimizer.clip_grad_norm_(4.0)
-            expected -= 0.5 * mean * 4.0 / mean.norm()
-            with Multiplied() as multiplied:
-                optimizer.step()
-            assert multiplied.elements < numel / 2, multiplied.elements
-            optimizer.zero_grad()
-        torch.testing.assert_close(p.float(), expected.to(dtype).float(), rtol=1e-2, atol=1e-4)
-
-    for _, ran in run_cases(work, 8, [(torch.float32,), (torch.bfloat16,)], one_group=True):
-        ran.values()
+    expected = torch.zeros(numel)
+    for step in range(2):
+        gradient = torch.full((numel,), float(1 + step))
+        optimizer.backward((p.float() * gradient * (1 + rank)).sum())
+        mean = gradient * (1 + 8) / 2
+        optimizer.clip_grad_norm_(4.0)
+        expected -= 0.5 * mean * 4.0 / mean.norm()
+        with Multiplied() as multiplied:
+            optimizer.step()
+        assert multiplied.elements < numel / 2, multiplied.elements
+        optimizer.zero_grad()
+    torch.testing.assert_close(p.float(), expected.to(dtype).float(), rtol=1e-2, atol=1e-4)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer, clip_grad_norm_, clip_grad_value_
 from tests.support.covering import covering
 from tests.support.on_ranks import on_ranks
-from tests.support.ranks import run_cases
 
 STAGES: dict[str, dict[str, Any]] = {"stage 1": {}, "stage 2": {"partition_grad": True}}
 
@@ -90,35 +89,30 @@ def test_edited_gradients_are_clipped_by_their_global_norm(rank: int, by_option:
     torch.testing.assert_close(model.other.detach(), torch.arange(5.0) - 4 * 125**-0.5)
 
 
-def test_an_overflow_skips_the_step_whatever_became_of_it(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, stage: str, offload: bool, fused: bool) -> None:
-        model = Two().half()
-        adam = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
-        options = {"initial_scale": 4, "hysteresis": 1, "cpu_offload": offload, **STAGES[stage]}
-        optimizer = LowLevelZeroOptimizer(adam, model=model, **options)
-        before = [p.detach().clone() for p in model.parameters()]
-        optimizer.backward(model(60_000.0 if rank == 0 else 1.0))
-        optimizer.synchronize()
-        for p32 in slices(optimizer):
-            if p32.grad is not None:
-                torch.nan_to_num_(p32.grad, 0.0, 1.0, -1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        optimizer.zero_grad()
-        assert all(map(torch.equal, before, model.parameters()))
-        assert optimizer.loss_scale == 2
-        optimizer.backward(model(1.0))
-        optimizer.synchronize()
-        assert slices(optimizer)[0].grad[:2].tolist() == [1.0, 1.0]
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        assert not torch.equal(before[0], model.used)
-        assert torch.equal(before[2], model.dropped)
-
-    cases = [("stage 1", False, True), ("stage 2", False, False), ("stage 1", True, False)]
-    for (stage, offload, fused), ran in run_cases(work, 2, cases, one_group=True):
-        with subtests.test(stage=stage, offload=offload, fused=fused):
-            ran.values()
+@on_ranks(2, [("stage 1", False, True), ("stage 2", False, False), ("stage 1", True, False)])
+def test_an_overflow_skips_the_step_whatever_became_of_it(rank: int, stage: str, offload: bool, fused: bool) -> None:
+    model = Two().half()
+    adam = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
+    options = {"initial_scale": 4, "hysteresis": 1, "cpu_offload": offload, **STAGES[stage]}
+    optimizer = LowLevelZeroOptimizer(adam, model=model, **options)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.backward(model(60_000.0 if rank == 0 else 1.0))
+    optimizer.synchronize()
+    for p32 in slices(optimizer):
+        if p32.grad is not None:
+            torch.nan_to_num_(p32.grad, 0.0, 1.0, -1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert optimizer.loss_scale == 2
+    optimizer.backward(model(1.0))
+    optimizer.synchronize()
+    assert slices(optimizer)[0].grad[:2].tolist() == [1.0, 1.0]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    assert not torch.equal(before[0], model.used)
+    assert torch.equal(before[2], model.dropped)
 
 
 @on_ranks(2)

@@ -18,6 +18,7 @@ import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication.agreement import Call
 from lowlevel_zero.gradients.sharded_gradient import ShardedGradient
+from tests.support.gradients import batch
 from tests.support.ranks import run_cases
 
 INF = float("inf")
@@ -39,10 +40,6 @@ class Net(nn.Module):
         x = self.second(self.first(x.to(self.first.weight.dtype)).tanh())
         x = x if drop else self.dropped(x)
         return x.float().square().mean()
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def of(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -166,12 +163,10 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "abs_": edit(lambda p, g: torch.abs_(g)),
     "clamp_ by tensors": edit(lambda p, g: g.clamp_(-p.abs(), p.abs())),
     "clamp_ by keywords": edit(lambda p, g: g.clamp_(max=0.01).clamp_(min=-0.02)),
-    "nan_to_num_": edit(lambda p, g: g.nan_to_num_(0.0)),
     "masked_fill_": edit(lambda p, g: g.masked_fill_(mask(p), 0.5)),
     "fill_": edit(lambda p, g: g.fill_(0.3)),
     "lerp_": edit(lambda p, g: g.lerp_(p, 0.2)),
     "addcdiv_": edit(lambda p, g: torch.Tensor.addcdiv_(g, p, p.abs() + 1)),
-    "pow_": edit(lambda p, g: g.pow_(2)),
     ".data": edit(lambda p, g: g.data.mul_(0.5).add_(p.data, alpha=0.1).clamp_(-0.1, 0.1)),
     "detach()": edit(lambda p, g: g.detach().mul_(0.5)),
     "a row": each(set_row),
@@ -192,7 +187,6 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "_foreach_mul_ by a list": all_of(lambda ps, gs: torch._foreach_mul_(gs, [0.5] * len(gs))),
     "_foreach_mul_ by tensors": all_of(lambda ps, gs: torch._foreach_mul_(gs, ps)),
     "_foreach_div_": all_of(lambda ps, gs: torch._foreach_div_(gs, torch.tensor(3.0))),
-    "_foreach_lerp_": all_of(lambda ps, gs: torch._foreach_lerp_(gs, ps, 0.25)),
     "_foreach_addcdiv_ by a tensor": all_of(
         lambda ps, gs: torch._foreach_addcdiv_(gs, ps, [p.abs() + 1 for p in ps], torch.full((len(ps),), 0.5))
     ),

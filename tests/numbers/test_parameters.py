@@ -64,16 +64,12 @@ class Kinds(nn.Module):
         return total
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
 @pytest.mark.parametrize(("world_size", "bucket"), [(1, 40), (2, 2**20), (3, 1), (4, 40)])
 def test_every_kind_trains_and_keeps_its_strides(world_size: int, bucket: int, subtests: pytest.Subtests) -> None:
     def train(rank: int, world_size: int, stage: str) -> None:
         model, alone = Kinds(), Kinds()
-        of_alone = sgd(alone)
-        optimizer = LowLevelZeroOptimizer(sgd(model), model=model, reduce_bucket_size=bucket, **STAGES[stage])
+        of_alone = momentum(alone)
+        optimizer = LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=bucket, **STAGES[stage])
         for step in range(4):
             for kind, p in model.named_parameters():
                 kept = KINDS[kind]().stride() if kind in DENSE else torch.empty(KINDS[kind]().shape).stride()

@@ -18,9 +18,12 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
 def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
-    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
-    loss: Tensor = model(batch).square().mean()
+    loss: Tensor = model(batch(step, rank)).square().mean()
     return loss
 
 
