@@ -84,6 +84,7 @@ FAILING: dict[str, tuple[Program, str]] = {
         ),
         "_rounds_to",
     ),
+    "takes norms of gradients": (_failing("backward", "package's clip", "step"), "norm"),
     "sums within a group, then across": (_failing("backward", "step", ranks=4, part=Part(levels="inner")), "sum_rows"),
 }
 
