@@ -13,8 +13,10 @@ from torch import Tensor
 from lowlevel_zero.communication import broadcast as broadcasts
 from lowlevel_zero.communication.broadcast import Broadcast
 from lowlevel_zero.communication.shard_group import ShardGroup
-from tests.support.buffers import buffer_of
-from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
+from tests.support.cases import check_cases
+from tests.support.checkpoints import check_same
+from tests.support.on_ranks import on_ranks
+from tests.support.ranks import run_ranks_expecting
 from tests.support.ways import group_by, ways_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -24,8 +26,14 @@ ROWS = [1, 7, 64, 1001]
 # ---- the contract of all backends ----
 
 
+def buffer_of(rank: int, world_size: int, row: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, whose sums every dtype holds exactly; different on each rank and in each row."""
+    generator = torch.Generator().manual_seed(1000 * row + rank)
+    return torch.randint(-9, 10, (world_size, row), generator=generator).to(dtype)
+
+
 def buffers_of(group: ShardGroup, row: int, dtype: torch.dtype) -> dict[int, Tensor]:
-    """What each rank has, by its global rank: small whole numbers, whose sums every dtype holds exactly."""
+    """What each rank has, by its global rank."""
     ranks = sorted({*dist.get_process_group_ranks(group.group), *group.slice_ranks})
     return {rank: buffer_of(rank, group.size, row, dtype) for rank in ranks}
 
@@ -94,12 +102,13 @@ def check_owned(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
 
 
 def check_exchanges(group: ShardGroup, dtype: torch.dtype) -> None:
-    """Each row goes to its rank; several are under way at once."""
+    """Each row goes to its rank, of any buffer and of one that the group gave; several are under way at once."""
     backend, begun = group.backend(torch.device("cpu")), []
     for number in range(3):
         rows = torch.arange(group.size * 5).view(group.size, 5).to(dtype) + 10 * group.rank + number
-        begun.append(backend.exchange_rows(rows))
-    for number, work in enumerate(begun):
+        given = backend.new_buffer(5, dtype, rows.device).copy_(rows)
+        begun += [(number, backend.exchange_rows(each)) for each in (rows, given)]
+    for number, work in begun:
         own = torch.arange(5 * group.rank, 5 * group.rank + 5).to(dtype)
         assert torch.equal(work.wait(), torch.stack([own + 10 * of + number for of in range(group.size)]))
 
@@ -119,64 +128,49 @@ def check_few(group: ShardGroup, rank: int) -> None:
     assert later.wait().tolist() == [max(ranks), 7, 7]
 
 
-def contract(rank: int, world_size: int, way: str) -> None:
-    with group_by(way) as group:
-        for dtype in DTYPES:
-            check_reductions(group, rank, dtype)
-            check_gathers(group, rank, dtype)
-            check_owned(group, rank, dtype)
-        if way in ("messages", "shared memory", "native"):  # others hand rows to one of these
-            check_exchanges(group, torch.bfloat16)
-        check_few(group, rank)
-
-
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_all_ways_keep_the_contract(world_size: int, subtests: pytest.Subtests) -> None:
-    for (way,), ran in run_cases(contract, world_size, zip(ways_of(world_size))):
-        with subtests.test(way=way):
-            assert ran.values() == [None] * world_size
-
-
-def test_traffic_is_what_the_buffers_hold(subtests: pytest.Subtests) -> None:
-    def count(rank: int, world_size: int, way: str) -> dict[str, int]:
+    def contract(rank: int, world_size: int, way: str) -> None:
         with group_by(way) as group:
-            for start in (group.reduce_scatter, group.all_reduce):
-                start(group.new_buffer(10, torch.bfloat16, torch.device("cpu")).zero_()).wait()
-            rows = [torch.zeros(world_size, 7), torch.zeros(world_size, 2)]
-            group.gather([each[rank] for each in rows], rows).wait()
-            group.all_gather(torch.zeros(world_size, 4)).wait()
-            return group.traffic()
+            for dtype in DTYPES:
+                check_reductions(group, rank, dtype)
+                check_gathers(group, rank, dtype)
+                check_owned(group, rank, dtype)
+            if way in ("messages", "shared memory", "native"):  # others hand rows to one of these
+                check_exchanges(group, torch.bfloat16)
+                check_exchanges(group, torch.uint8)
+            check_few(group, rank)
 
-    for (way,), ran in run_cases(count, 3, zip(("messages", "shared memory", "native", "staged shared memory"))):
-        with subtests.test(way=way):
-            assert ran.values() == [{"reduce": 2 * 3 * 10 * 2, "gather": 2 * 4 * (7 + 2 + 4)}] * 3
+    check_cases(subtests, world_size, contract, ways_of(world_size))
 
 
-def test_sums_are_those_of_messages_bit_for_bit_and_in_fp32(subtests: pytest.Subtests) -> None:
+@on_ranks(3, ("messages", "shared memory", "native", "staged shared memory"))
+def test_traffic_is_what_the_buffers_hold(rank: int, way: str) -> None:
+    with group_by(way) as group:
+        for start in (group.reduce_scatter, group.all_reduce):
+            start(group.new_buffer(10, torch.bfloat16, torch.device("cpu")).zero_()).wait()
+        rows = [torch.zeros(3, 7), torch.zeros(3, 2)]
+        group.gather([each[rank] for each in rows], rows).wait()
+        group.all_gather(torch.zeros(3, 4)).wait()
+        assert group.traffic() == {"reduce": 2 * 3 * 10 * 2, "gather": 2 * 4 * (7 + 2 + 4)}
+
+
+@on_ranks(4, DTYPES)
+def test_sums_are_those_of_messages_bit_for_bit_and_in_fp32(rank: int, dtype: torch.dtype) -> None:
     """Whole ones are in the order of ranks."""
-    world_size, rows = 4, (1, 64, 70_001)
+    rows, wide = (1, 64, 70_001), torch.promote_types(dtype, torch.float32)
 
-    def numbers(rank: int, row: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(world_size, row, generator=torch.Generator().manual_seed(1000 * row + rank)).to(dtype)
+    def numbers(rank: int, row: int) -> Tensor:
+        return torch.randn(4, row, generator=torch.Generator().manual_seed(1000 * row + rank)).to(dtype)
 
-    def reduce(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        totals = []
-        for way in ("shared memory", "messages"):
-            with group_by(way) as group:
-                works = [group.reduce_scatter(numbers(rank, row, dtype)) for row in rows]
-                works += [group.all_reduce(numbers(rank, row, dtype)) for row in rows]
-                totals.append([each.wait() for each in works])
-        return totals
-
-    for (dtype,), ran in run_cases(reduce, world_size, zip(DTYPES)):
-        wide = torch.promote_types(dtype, torch.float32)
-        with subtests.test(dtype=dtype):
-            for shared, messages in ran.values():
-                assert all(torch.equal(one, other) for one, other in zip(shared, messages, strict=True))
-                for row, whole in zip(rows, shared[len(rows) :], strict=True):
-                    assert torch.equal(
-                        whole, sum(numbers(of, row, dtype).to(wide) for of in range(world_size)).to(dtype)
-                    )
+    totals = []
+    for way in ("shared memory", "messages"):
+        with group_by(way) as group:
+            works = [group.reduce_scatter(numbers(rank, row)) for row in rows]
+            works += [group.all_reduce(numbers(rank, row)) for row in rows]
+            totals.append([each.wait() for each in works])
+    check_same(*totals)
+    check_same([sum(numbers(of, row).to(wide) for of in range(4)).to(dtype) for row in rows], totals[0][len(rows) :])
 
 
 # ---- what else there is to it ----
@@ -200,34 +194,23 @@ def assorted(rank: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests) -> None:
-    def broadcast(rank: int, world_size: int, batch_bytes: int) -> list[tuple[Tensor, tuple[int, ...]]]:
+    def broadcast(rank: int, world_size: int, batch_bytes: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(broadcasts, "_MESSAGE_BYTES", batch_bytes)
             tensors = assorted(rank)
-            group = ShardGroup()
-            Broadcast(group, tensors, torch.device("cpu")).run()
-            return [(tensor, tensor.stride()) for tensor in tensors]
+            Broadcast(ShardGroup(), tensors, torch.device("cpu")).run()
 
-    for (batch_bytes,), ran in run_cases(broadcast, world_size, [(1,), (40,), (2**20,)]):
-        with subtests.test(batch_bytes=batch_bytes):
-            for got in ran.values():
-                for (tensor, stride), expected in zip(got, assorted(0), strict=True):
-                    assert (tensor.dtype, stride) == (expected.dtype, expected.stride())
-                    assert torch.equal(tensor, expected)
+    check_cases(subtests, world_size, broadcast, (1, 40, 2**20))
 
 
-def test_a_rank_outside_of_the_group_is_refused() -> None:
-    def construct(rank: int, world_size: int) -> str:
-        group = dist.new_group([2])
-        try:
+@on_ranks(3)
+def test_a_rank_outside_of_the_group_is_refused(rank: int) -> None:
+    group = dist.new_group([2])
+    if rank == 2:
+        ShardGroup(group)
+    else:
+        with pytest.raises(ValueError, match="^dp_process_group: "):
             ShardGroup(group)
-        except ValueError as error:
-            return str(error)
-        return "taken"
-
-    *outside, inside = run_ranks(construct, 3)
-    assert all(message.startswith("dp_process_group: ") for message in outside)
-    assert inside == "taken"
 
 
 def test_without_a_process_group_the_way_out_is_told() -> None:
@@ -236,19 +219,13 @@ def test_without_a_process_group_the_way_out_is_told() -> None:
     assert re.search(r"init_process_group\(\).*torchrun.*world_size=1", error.message)
 
 
-def test_gloo_serves_the_host_and_what_it_says_it_does() -> None:
-    def served(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
-        group = ShardGroup()
-        return group.device_types, [kind in group.device_types for kind in ("cpu", "cuda", "meta")]
-
-    assert run_ranks(served, 1) == [(["cpu", "cuda"], [True, True, False])]
+@on_ranks(1)
+def test_gloo_serves_the_host_and_what_it_says_it_does(rank: int) -> None:
+    assert ShardGroup().device_types == ["cpu", "cuda"]
 
 
-def test_a_new_default_group_is_not_taken_for_the_old_one() -> None:
-    def twice(rank: int, world_size: int) -> list[int]:
-        first = ShardGroup().all_reduce_max([rank])
-        dist.barrier()
-        second = ShardGroup(dist.new_group(list(range(world_size)))).all_reduce_max([rank + 1])
-        return first + second
-
-    assert run_ranks(twice, 2) == [[1, 2]] * 2
+@on_ranks(2)
+def test_a_new_default_group_is_not_taken_for_the_old_one(rank: int) -> None:
+    assert ShardGroup().all_reduce_max([rank]) == [1]
+    dist.barrier()
+    assert ShardGroup(dist.new_group([0, 1])).all_reduce_max([rank + 1]) == [2]

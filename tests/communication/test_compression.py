@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,36 +16,19 @@ from torch import Tensor, nn
 from lowlevel_zero import Communication, LowLevelZeroOptimizer
 from lowlevel_zero import options as options_of_zero
 from lowlevel_zero.checkpoint import Sharded
-from lowlevel_zero.communication import shard_group
 from lowlevel_zero.communication.fp8 import BLOCK, decode, encode, encoded_size
-from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.deepspeed import full_fp32_params
+from tests.support.checkpoints import check_same
 from tests.support.judging import off_the_way
+from tests.support.on_ranks import on_ranks
+from tests.support.oracle import parameters_of
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_cases, run_ranks
-from tests.support.several import check_all
+from tests.support.several import check_all, of_all
+from tests.support.ways import by, group_by
 
-CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
-WAYS = ["native", "messages", "shared memory", "staged"]
+WAYS = ["native", "messages", "shared memory", "staged messages"]
 RANKS = 3
-
-
-@contextmanager
-def by(way: str) -> Iterator[None]:
-    """Meanwhile the wires of this rank travel that way."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(way == "shared memory")))
-        if way == "native":
-            patch.setattr(ShardGroup, "on_gloo", lambda self, device: False)
-        patch.setattr(shard_group, "is_staged", lambda device: way == "staged")
-        yield
-
-
-def joined(**options: bool) -> ShardGroup:
-    group = ShardGroup()
-    group.connect(**options)
-    return group
 
 
 def there_and_back(rows: Tensor) -> Tensor:
@@ -124,72 +106,55 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 # ---- the ways ----
 
 
-def swapped_rows_go_where_they_belong(rank: int) -> None:
-    group = joined()
-    backend = group.backend(CPU)
-    for row, dtype in [(1, torch.uint8), (7, torch.bfloat16), (1001, torch.float32)]:
-        wires = [(numbers(RANKS, row, seed=of).abs() % 200).to(dtype) for of in range(RANKS)]
-        packed = backend.new_buffer(row, dtype, CPU).copy_(wires[rank])
-        pending = [backend.exchange_rows(wires[rank]), backend.exchange_rows(packed)]
-        expected = torch.stack([wire[rank] for wire in wires])
-        assert all(torch.equal(each.wait(), expected) for each in pending)
-
-
-def sums_are_those_of_the_rounded_numbers(rank: int) -> None:
+def sums_are_those_of_the_rounded_numbers(rank: int, way: str) -> None:
     wires = [numbers(RANKS, 700, seed=of).bfloat16() for of in range(RANKS)]
     rounded = torch.stack([there_and_back(wire) for wire in wires]).sum(0).bfloat16()
     exact = torch.stack(wires).float().sum(0)
     most = torch.stack([bound(wire) for wire in wires]).sum(0) + exact.abs() / 128
-    group = joined()
-    wire = group.new_buffer(700, torch.bfloat16, CPU, fp8=True).copy_(wires[rank])
-    own = group.reduce_scatter(wire, fp8=True).wait()
+    with group_by(way) as group:
+        wire = group.new_buffer(700, torch.bfloat16, exact.device, fp8=True).copy_(wires[rank])
+        own = group.reduce_scatter(wire, fp8=True).wait()
+        mine = wires[rank].clone()
+        total = group.all_reduce(mine, fp8=True).wait()
     assert torch.equal(own, rounded[rank])
     assert (own - exact[rank]).abs().le(most[rank]).all()
-    mine = wires[rank].clone()
-    total = group.all_reduce(mine, fp8=True).wait()
     assert torch.equal(mine, wires[rank])
     assert torch.equal(total, there_and_back(rounded).bfloat16())
 
 
-def gathered_rows_are_alike_on_all_ranks(rank: int) -> None:
+def gathered_rows_are_alike_on_all_ranks(rank: int, way: str) -> None:
     for_rank = [[numbers(size, seed=rank + size) for size in (300, 1, 256)] for rank in range(RANKS)]
     expected = there_and_back(torch.stack([torch.cat(each) for each in for_rank]).bfloat16()).bfloat16()
-    group = joined()
-    rows = torch.zeros(RANKS, 557, dtype=torch.bfloat16)
-    group.gather([torch.cat(for_rank[rank])], [rows], fp8=True).wait()
-    assert torch.equal(rows, expected)
-    pieces = [torch.zeros(RANKS, size, dtype=torch.bfloat16) for size in (300, 1, 256)]
-    group.gather(for_rank[rank], pieces, fp8=True).wait()
-    assert torch.equal(torch.cat(pieces, dim=1), expected)
-    assert group.traffic()["gather"] == (RANKS - 1) * 2 * encoded_size(557)
+    with group_by(way) as group:
+        rows = torch.zeros(RANKS, 557, dtype=torch.bfloat16)
+        group.gather([torch.cat(for_rank[rank])], [rows], fp8=True).wait()
+        pieces = [torch.zeros(RANKS, size, dtype=torch.bfloat16) for size in (300, 1, 256)]
+        group.gather(for_rank[rank], pieces, fp8=True).wait()
+        assert torch.equal(rows, expected)
+        assert torch.equal(torch.cat(pieces, dim=1), expected)
+        assert group.traffic()["gather"] == (RANKS - 1) * 2 * encoded_size(557)
 
 
-def a_backend_s_own_reduce_scatters_sum_16_bits_in_fp32(rank: int) -> None:
-    group = joined(sums_in_fp32=True)
-    for dtype, large in [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]:  # above them only even numbers
-        wire = torch.full((RANKS, 5), large if rank == 0 else 1.0, dtype=dtype)
-        total = group.reduce_scatter(wire).wait()
-        assert torch.equal(total, torch.full((5,), large + RANKS - 1).to(dtype))
-    wire = torch.full((RANKS, 5), 2.0**-30 * 3**rank)
-    exact = torch.tensor(2.0**-30 * sum(3**of for of in range(RANKS)))
-    assert torch.allclose(group.reduce_scatter(wire).wait(), exact)
+def a_backend_s_own_reduce_scatters_sum_16_bits_in_fp32(rank: int, way: str) -> None:
+    with group_by(way, sums_in_fp32=True) as group:
+        for dtype, large in [(torch.bfloat16, 256.0), (torch.float16, 2048.0)]:  # above them only even numbers
+            wire = torch.full((RANKS, 5), large if rank == 0 else 1.0, dtype=dtype)
+            total = group.reduce_scatter(wire).wait()
+            assert torch.equal(total, torch.full((5,), large + RANKS - 1).to(dtype))
+        wire = torch.full((RANKS, 5), 2.0**-30 * 3**rank)
+        exact = torch.tensor(2.0**-30 * sum(3**of for of in range(RANKS)))
+        assert torch.allclose(group.reduce_scatter(wire).wait(), exact)
 
 
 CONTRACT = [
     *product([sums_are_those_of_the_rounded_numbers, gathered_rows_are_alike_on_all_ranks], WAYS),
-    *product([swapped_rows_go_where_they_belong], WAYS[:3]),  # the staged one hands rows to the host's
     (a_backend_s_own_reduce_scatters_sum_16_bits_in_fp32, "native"),
 ]
 
 
-def test_collectives_by_each_way(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, check: Callable[[int], None], way: str) -> None:
-        with by(way):
-            check(rank)
-
-    for (check, way), ran in run_cases(work, RANKS, CONTRACT, one_group=True):
-        with subtests.test(check.__name__, way=way):
-            ran.values()
+@on_ranks(RANKS, CONTRACT)
+def test_collectives_by_each_way(rank: int, check: Callable[[int, str], None], way: str) -> None:
+    check(rank, way)
 
 
 # ---- training ----
@@ -233,6 +198,11 @@ class Trained(NamedTuple):
     norms: list[float]
     values: list[dict[str, Tensor]]  # after each step
 
+    def masters(self) -> dict[str, Tensor]:
+        """Whole ones."""
+        masters = full_fp32_params(self.model)
+        return {name: master.float() for name, master in masters.items() if master is not None}
+
 
 def build(case: Case, **options: Any) -> tuple[Net, LowLevelZeroOptimizer]:
     torch.manual_seed(3)
@@ -253,7 +223,7 @@ def train(case: Case, rank: int, model: Net, optimizer: LowLevelZeroOptimizer, f
         optimizer.step()
         norms.append(cast(float, optimizer.get_grad_norm()))
         optimizer.zero_grad()
-        values.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        values.append(parameters_of(model))
     return Trained(model, optimizer, losses, norms, values)
 
 
@@ -273,50 +243,20 @@ CASES = {
 }
 
 
-class Pair(NamedTuple):
-    """What a run with fp8 and the same without leave on one rank; masters are whole."""
-
-    values: list[dict[str, Tensor]]  # with it, after each step
-    fp8: dict[str, Tensor]
-    plain: dict[str, Tensor]
-    norms: list[float]
-    plain_norms: list[float]
-
-    @classmethod
-    def of(cls, fp8: Trained, plain: Trained) -> Pair:
-        return cls(fp8.values, whole_masters(fp8), whole_masters(plain), fp8.norms, plain.norms)
-
-
-def whole_masters(trained: Trained) -> dict[str, Tensor]:
-    return {name: master.float() for name, master in full_fp32_params(trained.model).items() if master is not None}
-
-
 SHARE = 0.05  # of the way that masters go, they may be off; so rounded, they are off by 0.02 to 0.03
 
 
-def test_training_is_near_a_run_without_and_alike_on_all_ranks(subtests: pytest.Subtests) -> None:
-    def work(rank: int, world_size: int, name: str) -> Pair:
-        return Pair.of(run(CASES[name], rank, **FP8), run(CASES[name], rank))
-
-    for (name,), ran in run_cases(work, 3, [(name,) for name in CASES], one_group=True):
-        with subtests.test(name):
-            _check_near(ran.values(), CASES[name])
-
-
-def _check_near(ranks: list[Pair], case: Case) -> None:
-    """Runs with fp8 are the same on all ranks, and not far from those without."""
-    first, *others = ranks
+@on_ranks(3, CASES)
+def test_training_is_near_a_run_without_and_alike_on_all_ranks(rank: int, name: str) -> None:
+    case = CASES[name]
+    fp8, plain = run(case, rank, **FP8), run(case, rank)
+    values, *others = of_all(fp8.values)
     for other in others:
-        for mine, theirs in zip(first.values, other.values, strict=True):
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert 1e-3 < off_the_way(_start(case), first.plain, first.fp8) <= SHARE
-    for pair in ranks:
-        assert pair.norms == pytest.approx(pair.plain_norms, rel=0.02)
-
-
-def _start(case: Case) -> dict[str, Tensor]:
+        check_same(values, other)
     torch.manual_seed(3)
-    return {name: p.detach() for name, p in Net().to(case.dtype).named_parameters()}
+    start = parameters_of(Net().to(case.dtype))
+    assert 1e-3 < off_the_way(start, plain.masters(), fp8.masters()) <= SHARE
+    assert fp8.norms == pytest.approx(plain.norms, rel=0.02)
 
 
 def gradients_are_within_their_bounds_and_small_parameters_untouched(rank: int, world_size: int) -> None:
@@ -373,8 +313,7 @@ def masters_are_exact_and_go_on_where_they_were(rank: int, world_size: int) -> N
                 it.load_state_dict(copy.deepcopy(saved))
             here = train(case, rank, again, resumed, first=3)
             assert here.losses == there.losses
-            for name, value in there.values[-1].items():
-                assert torch.equal(here.values[-1][name], value), name
+            check_same(there.values[-1], here.values[-1])
 
 
 class Pieces(nn.Module):
@@ -386,8 +325,8 @@ class Pieces(nn.Module):
         self.matrix = nn.Parameter(torch.randn(16, 16))
 
 
-@pytest.mark.parametrize("fp8", [True, False], ids=["with fp8", "without"])
-def test_what_a_run_sent_is_saved_with_its_state(fp8: bool, tmp_path: Path) -> None:
+@on_ranks(2, (True, False))
+def test_what_a_run_sent_is_saved_with_its_state(rank: int, fp8: bool, tmp_path: Path) -> None:
     """Values alone don't tell: a model may have been changed in a few places, or rounded to fp8 on purpose."""
 
     def built(seed: int, **options: Any) -> tuple[Pieces, LowLevelZeroOptimizer]:
@@ -396,43 +335,39 @@ def test_what_a_run_sent_is_saved_with_its_state(fp8: bool, tmp_path: Path) -> N
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return model, LowLevelZeroOptimizer(inner, model=model, partition_grad=True, **options)
 
-    def work(rank: int, world_size: int) -> None:
-        patch_rank(options_of_zero, "FP8_MIN_NUMEL", 1)
-        model, optimizer = built(0, fp8_communication=fp8)
-        for _ in range(3):
-            optimizer.backward(sum((p.float() * torch.randn(p.shape)).sum() for p in model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
-        exact = full_fp32_params(model)
-        whole = copy.deepcopy(optimizer.state_dict())
-        dcp.save({"optim": Sharded(optimizer)}, checkpoint_id=tmp_path)
-        values = {name: p.detach().clone() for name, p in model.named_parameters()}
-        if fp8:
-            values["matrix"][2, 3] += 1.0
-        else:
-            values = {name: there_and_back(value.view(1, -1)).view_as(value) for name, value in values.items()}
-        kept = {name: values[name] == p for name, p in model.named_parameters()}
-        assert all(same.any() for same in kept.values())
-        assert not all(same.all() for same in kept.values())
+    patch_rank(options_of_zero, "FP8_MIN_NUMEL", 1)
+    model, optimizer = built(0, fp8_communication=fp8)
+    for _ in range(3):
+        optimizer.backward(sum((p.float() * torch.randn(p.shape)).sum() for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    exact = full_fp32_params(model)
+    whole = copy.deepcopy(optimizer.state_dict())
+    dcp.save({"optim": Sharded(optimizer)}, checkpoint_id=tmp_path / str(fp8))
+    values = parameters_of(model)
+    if fp8:
+        values["matrix"][2, 3] += 1.0
+    else:
+        values = {name: there_and_back(value.view(1, -1)).view_as(value) for name, value in values.items()}
+    kept = {name: values[name] == p for name, p in model.named_parameters()}
+    assert all(same.any() for same in kept.values())
+    assert not all(same.all() for same in kept.values())
 
-        def load_whole(other: LowLevelZeroOptimizer) -> None:
-            other.load_state_dict(whole)
+    def load_whole(other: LowLevelZeroOptimizer) -> None:
+        other.load_state_dict(whole)
 
-        def load_sharded(other: LowLevelZeroOptimizer) -> None:
-            dcp.load({"optim": Sharded(other)}, checkpoint_id=tmp_path)
+    def load_sharded(other: LowLevelZeroOptimizer) -> None:
+        dcp.load({"optim": Sharded(other)}, checkpoint_id=tmp_path / str(fp8))
 
-        for load in (load_whole, load_sharded):
-            for model_first in (True, False):
-                again, resumed = built(1)
-                if model_first:
-                    again.load_state_dict(values)
-                load(resumed)
-                if not model_first:
-                    again.load_state_dict(values)
-                for name, master in full_fp32_params(again).items():
-                    assert torch.equal(master, torch.where(kept[name], exact[name], values[name].float())), name
-
-    run_ranks(work, 2)
+    for load, model_first in product((load_whole, load_sharded), (True, False)):
+        again, resumed = built(1)
+        if model_first:
+            again.load_state_dict(values)
+        load(resumed)
+        if not model_first:
+            again.load_state_dict(values)
+        for name, master in full_fp32_params(again).items():
+            assert torch.equal(master, torch.where(kept[name], exact[name], values[name].float())), name
 
 
 def what_others_write_into_a_parameter_reaches_its_master(rank: int, world_size: int) -> None:
@@ -454,11 +389,9 @@ def what_others_write_into_a_parameter_reaches_its_master(rank: int, world_size:
 
 
 def training_with_sums_in_fp32_is_what_gloo_s_wires_make_of_it(rank: int, world_size: int) -> None:
-    messages = run(Case(options=STAGE_2, way="messages"), rank).values
     sums = Communication(reduce_scatter_with_fp32_accumulation=True)
     native = run(Case(options=STAGE_2, way="native"), rank, communication=sums).values
-    for one, other in zip(messages, native, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    check_same(run(Case(options=STAGE_2, way="messages"), rank).values, native)
 
 
 CHECKS = [

@@ -90,6 +90,7 @@ def _leave(before: dict[str, Any], keeps_group: bool) -> Outcome:
     gc.collect()
     if dist.is_initialized() and not keeps_group:
         _end_group()
+        gc.collect()
     deadline = time.monotonic() + PATIENCE
     while threading.active_count() > len(before["threads"]) and time.monotonic() < deadline:
         time.sleep(0.01)

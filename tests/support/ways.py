@@ -26,19 +26,26 @@ def ways_of(world_size: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def group_by(way: str) -> Iterator[ShardGroup]:
-    """All ranks, one of several kinds: their buffers of the host travel that way."""
+def by(way: str) -> Iterator[None]:
+    """Meanwhile this rank's buffers of the host travel that way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, str(int("shared memory" in way)))
         if "native" in way:
             patch.setattr(ShardGroup, "on_gloo", lambda self, device: False)
         if "staged" in way:
             patch.setattr(groups, "is_staged", lambda device: True)
+        yield
+
+
+@contextmanager
+def group_by(way: str, **connects: bool) -> Iterator[ShardGroup]:
+    """All ranks, one of several kinds, whose buffers travel that way; ``connects``: keywords of ``connect``."""
+    with by(way):
         group = ShardGroup()
         if "hybrid" in way:
             outer, inner = Grid.of(dist.get_rank(), (2, 2))
             group = shard_group(inner, outer, hybrid_shard=True)
-        group.connect()
+        group.connect(**connects)
         innermost = getattr(group, "_inner", group)
         assert innermost.host_backend.shares_memory == ("shared memory" in way)
         assert innermost.on_gloo(torch.device("cpu")) == (way != "alone" and "native" not in way)
