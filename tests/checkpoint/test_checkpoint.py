@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
-from tests.support.checkpoints import AFTER, BEFORE, Training, differences, logged
+from tests.support.checkpoints import AFTER, BEFORE, Training, check_same, logged
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import groups
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.saving import Make, Pair, adamw, held, linear, load_by, save_by, wrapped
 
 WORLD_SIZES = (1, 2, 3)
 WAYS = ("checkpoint", "torch's")
+ALL_WAYS = (*WAYS, "state dicts")
 TRAININGS = [Training(1, torch.bfloat16), Training(2, torch.float32)]
 
 
@@ -30,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
         told = []
         for number, training in enumerate(TRAININGS):
             pair = training.start().train(BEFORE, rank, world_size)
-            for way in WAYS:
+            for way in ALL_WAYS:
                 save_by(way, folder / f"{number}, {way}", pair.model, pair.optimizer)
             told.append((pair.whole(), pair.train(AFTER, rank, world_size).whole()))
         return told
@@ -43,10 +45,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 def test_what_any_world_size_saved_loads_at_any_other(world_size: int, saved: dict[int, Any]) -> None:
     """Bit for bit; the run goes on bit for bit with the same ranks and options, else to rounding."""
 
-    def load(rank: int, world_size: int) -> list[str]:
-        wrong = []
+    def load(rank: int, world_size: int) -> None:
         for before, (folder, wholes) in saved.items():
-            for (number, training), way in product(enumerate(TRAININGS), WAYS):
+            for (number, training), way in product(enumerate(TRAININGS), ALL_WAYS):
                 same = before == world_size
                 if not same and (before + world_size + number) % 2:
                     continue  # of others each loads one
@@ -55,13 +56,12 @@ def test_what_any_world_size_saved_loads_at_any_other(world_size: int, saved: di
                 load_by(way, folder / f"{number}, {way}", pair.model, pair.optimizer)
                 at_save, later = wholes[number]
                 at = f"{before} ranks, {training.stage}, {training.dtype}, {way}"
-                wrong += differences(at_save, pair.whole(), at=at)
+                check_same(at_save, pair.whole(), at=at)
                 if same or training.dtype == torch.float32:
                     pair.train(AFTER, rank, world_size)
-                    wrong += differences(later, pair.whole(), 0.0 if same else 5e-6, at=f"{at}, later")
-        return wrong
+                    check_same(later, pair.whole(), tolerance=0.0 if same else 5e-6, at=f"{at}, later")
 
-    assert run_ranks(load, world_size) == [[]] * world_size
+    run_ranks(load, world_size)
 
 
 def test_files_hold_no_padding_and_no_more_than_was_there(saved: dict[int, Any]) -> None:
@@ -88,35 +88,31 @@ BF16 = Training(dtype=torch.bfloat16)
 FP16 = Training(dtype=torch.float16, options={"initial_scale": 2.0**20, "growth_interval": 3})
 
 
-def test_runs_of_16_bits_go_on_bit_for_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:
+CASES = [(FP16, 6, way) for way in (*WAYS, "model first")]
+CASES += [(BF16, 2, way) for way in ("model first", "optimizer first")]
+
+
+@on_ranks(3, CASES)
+def test_runs_of_16_bits_go_on_bit_for_bit(rank: int, training: Training, steps: int, way: str, tmp_path: Path) -> None:
     """With the loss scale, from checkpoints and from whole dicts, which may come in either order."""
-
-    def save_and_load(rank: int, world_size: int, training: Training, steps: int, way: str) -> list[str]:
-        pair = training.start().train(range(steps), rank, world_size)
-        if training is FP16:
-            assert 1 < pair.optimizer.loss_scale != 2.0**20  # the first ones overflow
-        again = training.start(seed=3)
-        if way in WAYS:
-            save_by(way, tmp_path / way, pair.model, pair.optimizer)
-            load_by(way, tmp_path / way, again.model, again.optimizer)
-        else:
-            torch.save(pair.whole(), tmp_path / f"{rank}.pt")
-            state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-            adamw(groups(training.start().model)).load_state_dict(state["optimizer"])  # plain torch takes it
-            parts = ("model", "optimizer") if way == "model first" else ("optimizer", "model")
-            for part in parts:
-                getattr(again, part).load_state_dict(state[part])
-        # Behind the optimizer, masters follow at the next step.
-        wrong = differences(pair.whole(), again.whole()) if way != "optimizer first" else []
-        for each in (pair, again):
-            each.train(range(steps, steps + 3), rank, world_size)
-        return wrong + differences(pair.whole(), again.whole())
-
-    cases = [(FP16, 6, way) for way in (*WAYS, "model first")]
-    cases += [(BF16, 2, way) for way in ("model first", "optimizer first")]
-    for (training, _, way), ran in run_cases(save_and_load, 3, cases):
-        with subtests.test(f"{training.dtype}, {way}"):
-            assert ran.values() == [[]] * 3
+    pair = training.start().train(range(steps), rank, 3)
+    if training is FP16:
+        assert 1 < pair.optimizer.loss_scale != 2.0**20  # the first ones overflow
+    again = training.start(seed=3)
+    if way in WAYS:
+        save_by(way, tmp_path / way, pair.model, pair.optimizer)
+        load_by(way, tmp_path / way, again.model, again.optimizer)
+    else:
+        torch.save(pair.whole(), tmp_path / f"{rank}.pt")
+        state = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        adamw(groups(training.start().model)).load_state_dict(state["optimizer"])  # plain torch takes it
+        for part in ("model", "optimizer") if way == "model first" else ("optimizer", "model"):
+            getattr(again, part).load_state_dict(state[part])
+    if way != "optimizer first":  # masters follow at the next step
+        check_same(pair.whole(), again.whole())
+    for each in (pair, again):
+        each.train(range(steps, steps + 3), rank, 3)
+    check_same(pair.whole(), again.whole())
 
 
 class Counting(torch.optim.SGD):
@@ -131,20 +127,23 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_states_of_other_optimizers_travel(tmp_path: Path) -> None:
+MAKES: dict[str, tuple[Make, dict[str, Any]]] = {
+    "SGD": (lambda ps: torch.optim.SGD(ps, lr=0.1), {}),
+    "Adagrad": (lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.5), {}),
+    "counting": (lambda ps: Counting(ps, lr=0.1, momentum=0.5), {}),
+    "counting, split": (lambda ps: Counting(ps, lr=0.1, momentum=0.5), {"split": "elements"}),
+}
+
+
+@on_ranks(2, product((*WAYS, "state dict"), MAKES))
+def test_states_of_other_optimizers_travel(rank: int, way: str, name: str, tmp_path: Path) -> None:
     """States that aren't tensors, that exist at construction, none at all; and changed settings.
 
     Numbers of a 0-d parameter are on ranks without it, too.
     """
-    makes: dict[str, tuple[Make, dict[str, Any]]] = {
-        "SGD": (lambda ps: torch.optim.SGD(ps, lr=0.1), {}),
-        "Adagrad": (lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.5), {}),
-        "counting": (lambda ps: Counting(ps, lr=0.1, momentum=0.5), {}),
-        "counting, split": (lambda ps: Counting(ps, lr=0.1, momentum=0.5), {"split": "elements"}),
-    }
 
-    def started(name: str, steps: int) -> Pair:
-        make, options = makes[name]
+    def started(steps: int) -> Pair:
+        make, options = MAKES[name]
         model = nn.Linear(3, 2)
         model.scale = nn.Parameter(torch.tensor(1.5))
         return wrapped(model, make, steps, **options)
@@ -152,53 +151,35 @@ def test_states_of_other_optimizers_travel(tmp_path: Path) -> None:
     def numbers(pair: Pair) -> list[Any]:
         return [[float(state[key]) for key in ("times", "count") if key in state] for state in pair[1].state.values()]
 
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        wrong = []
-        for way, name in product((*WAYS, "state dict"), makes):
-            path = tmp_path / f"{way}, {name}"
-            saved, loaded = started(name, 2), started(name, 0)
-            saved[1].param_groups[0]["lr"] = 0.25
-            save_by(way, path, *saved)
-            load_by(way, path, *loaded)
-            wrong += differences(held(*saved)[1], held(*loaded)[1], at=path.name)
-            wrong += differences(numbers(saved), numbers(loaded), at=f"{path.name}, numbers on rank {rank}")
-        return wrong
-
-    assert run_ranks(save_and_load, 2) == [[], []]
+    saved, loaded = started(2), started(0)
+    saved[1].param_groups[0]["lr"] = 0.25
+    save_by(way, tmp_path / f"{way}, {name}", *saved)
+    load_by(way, tmp_path / f"{way}, {name}", *loaded)
+    check_same([held(*saved)[1], numbers(saved)], [held(*loaded)[1], numbers(loaded)])
 
 
-def test_saving_changes_nothing_and_edits_of_weights_are_saved(tmp_path: Path) -> None:
+@on_ranks(2, WAYS)
+def test_saving_changes_nothing_and_edits_of_weights_are_saved(rank: int, way: str, tmp_path: Path) -> None:
     """What a user wrote into 16-bit weights reaches the masters at the next step, saved in between or not."""
-
-    def save(rank: int, world_size: int) -> list[str]:
-        wrong = []
-        for way in WAYS:
-            pairs = [BF16.start(seed).train(BEFORE, rank, world_size) for seed in (0, 0, 3)]
-            for pair in pairs[:2]:
-                with torch.no_grad():
-                    pair.model.outward.weight.clamp_(-0.1, 0.1)
-            save_by(way, tmp_path / way, pairs[0].model, pairs[0].optimizer)
-            load_by(way, tmp_path / way, pairs[2].model, pairs[2].optimizer)
-            one, two, three = (pair.train(AFTER, rank, world_size).whole() for pair in pairs)
-            wrong += differences(two, one, at=way) + differences(two, three, at=way)
-        return wrong
-
-    assert run_ranks(save, 2) == [[], []]
+    pairs = [BF16.start(seed).train(BEFORE, rank, 2) for seed in (0, 0, 3)]
+    for pair in pairs[:2]:
+        with torch.no_grad():
+            pair.model.outward.weight.clamp_(-0.1, 0.1)
+    save_by(way, tmp_path / way, pairs[0].model, pairs[0].optimizer)
+    load_by(way, tmp_path / way, pairs[2].model, pairs[2].optimizer)
+    one, two, three = (pair.train(AFTER, rank, 2).whole() for pair in pairs)
+    check_same([two, two], [one, three])
 
 
-def test_a_group_of_some_ranks_saves_and_loads(tmp_path: Path) -> None:
+@on_ranks(3)
+def test_a_group_of_some_ranks_saves_and_loads(rank: int, tmp_path: Path) -> None:
     """Not all ranks, and without the first."""
-
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        group = dist.new_group([1, 2])
-        if rank == 0:
-            return []
+    group = dist.new_group([1, 2])
+    if rank > 0:
         saved, loaded = linear(0, adamw, 1, dp_process_group=group), linear(1, adamw, dp_process_group=group)
         save_checkpoint(tmp_path / "a", *saved)
         load_checkpoint(tmp_path / "a", *loaded)
-        return differences(held(*saved), held(*loaded))
-
-    assert run_ranks(save_and_load, 3) == [[]] * 3
+        check_same(held(*saved), held(*loaded))
 
 
 # fp32 masters
@@ -252,8 +233,7 @@ def test_load_checkpoint_brings_them_from_each_run_to_each_other(tmp_path: Path)
             expected[name] = masters(pair), pair[0].frozen.weight.detach()
         return expected
 
-    def load(rank: int, world_size: int) -> list[str]:
-        wrong = []
+    def load(rank: int, world_size: int) -> None:
         for (name, (expected, frozen)), other in product(saved.items(), RUNS):
             model, optimizer = start(other, 5)
             load_checkpoint(tmp_path / name, model, optimizer)
@@ -261,77 +241,56 @@ def test_load_checkpoint_brings_them_from_each_run_to_each_other(tmp_path: Path)
             if other not in PRECISE:
                 dtype = RUNS[name][0]  # which this run loads, and rounds once more
                 expected = [each.to(dtype).bfloat16().float() for each in expected]
-            got = masters((model, optimizer))
-            wrong += differences(expected, got, at=f"{name} into {other}")
-            rounded = [each.to(RUNS[other][0]) for each in got]
+            got, still = masters((model, optimizer)), model.frozen.weight.detach()
+            rounded = [each.to(still.dtype) for each in got]
             parameters = [p.detach() for p in model.layers.parameters()]
-            wrong += differences(rounded, parameters, at=f"{name} into {other}, of which it's the master")
-            still = model.frozen.weight.detach()
-            wrong += differences(frozen.to(still.dtype), still, at=f"{name} into {other}, frozen")
-        return wrong
+            check_same([expected, rounded], [got, parameters], at=f"{name} into {other}")
+            check_same(frozen.to(still.dtype), still, at=f"{name} into {other}, frozen")
 
     saved = run_ranks(save, 3)[0]
-    assert run_ranks(load, 2) == [[]] * 2
+    run_ranks(load, 2)
 
 
-def test_they_survive_a_run_that_saves_them_untouched(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_they_survive_a_run_that_saves_them_untouched(rank: int, tmp_path: Path) -> None:
     """From fp32 to masters of a run that takes no step, and back."""
-
-    def run(rank: int, world_size: int) -> list[str]:
-        first = pair = trained("fp32")
-        for at, name in enumerate(("bf16", "fp16", "bf16, on the host", "fp32")):
-            save_checkpoint(tmp_path / str(at), *pair)
-            pair = start(name, 5)
-            load_checkpoint(tmp_path / str(at), *pair)
-        return differences(dict(first[0].layers.state_dict()), dict(pair[0].layers.state_dict()))
-
-    assert run_ranks(run, 2) == [[], []]
+    first = pair = trained("fp32")
+    for at, name in enumerate(("bf16", "fp16", "bf16, on the host", "fp32")):
+        save_checkpoint(tmp_path / str(at), *pair)
+        pair = start(name, 5)
+        load_checkpoint(tmp_path / str(at), *pair)
+    check_same(dict(first[0].layers.state_dict()), dict(pair[0].layers.state_dict()))
 
 
-def test_plain_state_dicts_bring_them_after_the_model(tmp_path: Path) -> None:
+@on_ranks(3, product(("bf16", "fp16"), PRECISE[:2]))
+def test_plain_state_dicts_bring_them_after_the_model(rank: int, name: str, other: str) -> None:
     """Where the model's weights are what 16 bits have kept of them, and nowhere else."""
-
-    def run(rank: int, world_size: int) -> list[str]:
-        wrong = []
-        for name, other in product(("bf16", "fp16"), PRECISE[:2]):
-            pair = trained(name)
-            again = start(other, 5)
-            again[0].load_state_dict(pair[0].state_dict())
-            edited = again[0].layers[0].bias
-            with torch.no_grad():
-                edited[2] += 1.0
-            expected = [each["master_param"].clone() for each in pair[1].state_dict()["state"].values()]
-            at = next(at for at, p in enumerate(again[0].parameters()) if p is edited)
-            expected[at][2] = edited[2].item()
-            again[1].load_state_dict(pair[1].state_dict())
-            again[1].verify()
-            wrong += differences(
-                expected, [p.detach() for p in again[0].layers.parameters()], at=f"{name} into {other}"
-            )
-            again[1].step()
-        return wrong
-
-    assert run_ranks(run, 3) == [[], [], []]
+    pair, (model, optimizer) = trained(name), start(other, 5)
+    model.load_state_dict(pair[0].state_dict())
+    edited = model.layers[0].bias
+    with torch.no_grad():
+        edited[2] += 1.0
+    expected = [each["master_param"].clone() for each in pair[1].state_dict()["state"].values()]
+    at = next(at for at, p in enumerate(model.parameters()) if p is edited)
+    expected[at][2] = edited[2].item()
+    optimizer.load_state_dict(pair[1].state_dict())
+    optimizer.verify()
+    check_same(expected, [p.detach() for p in model.layers.parameters()])
+    optimizer.step()
 
 
-def test_sharded_brings_them_where_the_dtype_is_the_same_and_tells_which_it_has_not_read(tmp_path: Path) -> None:
+@on_ranks(2, ("torch's", "torch's, optimizer first"))
+def test_sharded_brings_them_where_the_dtype_is_the_same_and_tells_which_it_has_not_read(
+    rank: int, way: str, tmp_path: Path
+) -> None:
     """An fp32 run doesn't ask for masters, which no checkpoint of its own would have."""
-
-    def run(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-        pair, wrong = trained("bf16"), []
-        for way in ("torch's", "torch's, optimizer first"):
-            again = start("bf16", 5)
-            save_by(way, tmp_path / way, *pair)
-            load_by(way, tmp_path / way, *again)
-            Sharded(again[1]).state_dict()  # looks at masters
-            wrong += differences(masters(pair), masters(again), at=way)
-        of_fp32 = start("fp32", 5)
-        with logged() as lines:
-            load_by("torch's", tmp_path / "torch's", *of_fp32)
-        return wrong, lines
-
-    (wrong, lines), (also, nothing) = run_ranks(run, 2)
-    assert wrong == also == nothing == []
-    assert len(lines) == 1
-    assert lines[0].startswith("WARNING: layers.0.weight: ")
-    assert "fp32 master" in lines[0]
+    pair, again, of_fp32 = trained("bf16"), start("bf16", 5), start("fp32", 5)
+    save_by(way, tmp_path / way, *pair)
+    load_by(way, tmp_path / way, *again)
+    Sharded(again[1]).state_dict()  # looks at masters
+    check_same(masters(pair), masters(again))
+    with logged() as lines:
+        load_by(way, tmp_path / way, *of_fp32)
+    assert [line.startswith("WARNING: layers.0.weight: ") and "fp32 master" in line for line in lines] == [True] * (
+        rank == 0
+    )

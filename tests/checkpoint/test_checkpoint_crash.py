@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import multiprocessing
 import os
 import resource
@@ -19,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
-from tests.support.checkpoints import AFTER, BEFORE, Training, differences
+from tests.support.checkpoints import AFTER, BEFORE, Training, check_same
+from tests.support.on_ranks import on_ranks
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.saving import Pair, held_writes, linear, names_in, refused
 
 # Crashes
@@ -109,43 +111,38 @@ def test_a_crash_at_any_file_operation_leaves_a_checkpoint_whole(every: int, tmp
 # Full disks
 
 
-def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(tmp_path: Path) -> None:
+@on_ranks(2, (0, 1), one_group=False)
+def test_a_full_disk_on_one_rank_is_told_on_all_and_nothing_is_left(rank: int, unlucky: int, tmp_path: Path) -> None:
     """At once and in the background."""
-
-    def save(rank: int, world_size: int, unlucky: int, run: Path) -> tuple[str, Any, set[str]]:
-        pair = Training().start().train(BEFORE, rank, world_size)
-        save_checkpoint(run / "former", pair.model, pair.optimizer, extra="former")
-        limits, new, in_background = resource.getrlimit(resource.RLIMIT_FSIZE), run / "new", unlucky == 1
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10000 if rank == unlucky else 2**30, limits[1]))
-        message = refused(lambda: save_checkpoint(new, pair.model, pair.optimizer, async_save=in_background).wait())
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        dist.barrier()
-        left = names_in(run)
-        former = load_checkpoint(run, pair.model, pair.optimizer)
-        save_checkpoint(run / "new", pair.model, pair.optimizer, extra="later")
-        return message, (former, load_checkpoint(run, pair.model, pair.optimizer)), left
-
-    for (unlucky, _), ran in run_cases(save, 2, [(rank, tmp_path / str(rank)) for rank in range(2)]):
-        for message, extras, left in ran.values():
-            assert f"rank {unlucky}: OSError: [Errno {errno.EFBIG}]" in message
-            assert extras == ("former", "later")
-            assert left == {"former"}
+    logging.disable()  # pytest keeps the error of what fails in the background, and all that it holds
+    run, pair = tmp_path / str(unlucky), Training().start().train(BEFORE, rank, 2)
+    save_checkpoint(run / "former", pair.model, pair.optimizer, extra="former")
+    limits, in_background = resource.getrlimit(resource.RLIMIT_FSIZE), unlucky == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000 if rank == unlucky else 2**30, limits[1]))
+    told = refused(lambda: save_checkpoint(run / "new", pair.model, pair.optimizer, async_save=in_background).wait())
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"rank {unlucky}: OSError: [Errno {errno.EFBIG}]" in told
+    dist.barrier()
+    assert names_in(run) == {"former"}
+    for expected in ("former", "later"):
+        assert load_checkpoint(run, pair.model, pair.optimizer) == expected
+        if expected == "former":
+            save_checkpoint(run / "new", pair.model, pair.optimizer, extra="later")
 
 
-def test_a_failure_of_the_last_rename_leaves_nothing(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> str:
-        rename = os.rename
+@on_ranks(2)
+def test_a_failure_of_the_last_rename_leaves_nothing(rank: int, tmp_path: Path) -> None:
+    rename = os.rename
 
-        def fail(source: Any, target: Any) -> None:
-            if str(source).endswith(".tmp") and str(target).endswith("/a"):
-                raise OSError(errno.ENOSPC, "No space left on device")
-            rename(source, target)
+    def fail(source: Any, target: Any) -> None:
+        if str(source).endswith(".tmp") and str(target).endswith("/a"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(source, target)
 
-        patch_rank(os, "rename", fail)
-        return refused(lambda: save_checkpoint(tmp_path / "a", *linear()))
-
-    for message in run_ranks(save, 2):
-        assert "a: the checkpoint could not be written. rank 0: OSError: [Errno 28] No space left on device" in message
+    patch_rank(os, "rename", fail)
+    told = refused(lambda: save_checkpoint(tmp_path / "a", *linear()))
+    assert "a: the checkpoint could not be written. rank 0: OSError: [Errno 28] No space left on device" in told
+    dist.barrier()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,68 +158,60 @@ def fail_to_sync(folder: Path, number: int) -> None:
     patch_rank(os, "fsync", fail)
 
 
-def test_a_directory_that_fails_to_sync_at_the_end_is_told_as_it_is(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_directory_that_fails_to_sync_at_the_end_is_told_as_it_is(rank: int, tmp_path: Path) -> None:
     """The checkpoint is in its place by then, and older ones stay. A file system that syncs no directories will do."""
-    run, unable = tmp_path / "run", tmp_path / "unable"
-    unable.mkdir()
-
-    def save(rank: int, world_size: int) -> tuple[str, Any]:
-        pair = linear()
-        fail_to_sync(unable, errno.EINVAL)
-        save_checkpoint(unable / "a", *pair)
-        save_checkpoint(run / "old", *pair, extra="old")
-        fail_to_sync(run, errno.EIO)
-        message = refused(lambda: save_checkpoint(run / "a", *pair, extra="new", keep=1))
-        return message, load_checkpoint(run, *pair)
-
-    for message, extra in run_ranks(save, 2):
-        told = f"RuntimeError: {run}/a: the checkpoint is in its place, but a crash of the machine may lose it."
-        assert message.startswith(told)
-        assert "rank 0: NotSynced: [Errno 5] Input/output error" in message
-        assert extra == "new"
-    assert names_in(run) == {"old", "a"}
+    run, unable, pair = tmp_path / "run", tmp_path / "unable", linear()
+    unable.mkdir(exist_ok=True)
+    fail_to_sync(unable, errno.EINVAL)
+    save_checkpoint(unable / "a", *pair)
     assert latest(unable) == unable / "a"
+    save_checkpoint(run / "old", *pair, extra="old")
+    fail_to_sync(run, errno.EIO)
+    told = refused(lambda: save_checkpoint(run / "a", *pair, extra="new", keep=1))
+    lost = f"RuntimeError: {run}/a: the checkpoint is in its place, but a crash of the machine may lose it."
+    assert told.startswith(lost)
+    assert "rank 0: NotSynced: [Errno 5] Input/output error" in told
+    assert load_checkpoint(run, *pair) == "new"
+    assert names_in(run) == {"old", "a"}
 
 
 # Asynchronous saves
 
 
-def test_what_an_asynchronous_save_writes_is_the_state_at_the_call(tmp_path: Path) -> None:
+@on_ranks(3)
+def test_what_an_asynchronous_save_writes_is_the_state_at_the_call(rank: int, tmp_path: Path) -> None:
     """Writing waits here until training has gone on."""
-
-    def save(rank: int, world_size: int) -> tuple[bool, list[str]]:
-        pair = Training(dtype=torch.bfloat16).start().train(BEFORE, rank, world_size)
-        with held_writes() as writes:
-            saving = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
-        at_call = pair.whole()
-        pair.train(AFTER, rank, world_size)
-        early = saving.done() or (tmp_path / "a").exists()
-        writes.goes_on.set()
-        assert saving.wait() == saving.result() == tmp_path / "a"
-        assert saving.done()
-        again = Training(dtype=torch.bfloat16).start(seed=3)
-        load_checkpoint(tmp_path / "a", again.model, again.optimizer)
-        return early, differences(at_call, again.whole())
-
-    assert run_ranks(save, 3) == [(False, [])] * 3
+    pair = Training(dtype=torch.bfloat16).start().train(BEFORE, rank, 3)
+    with held_writes() as writes:
+        saving = save_checkpoint(tmp_path / "a", pair.model, pair.optimizer, async_save=True)
+    at_call = pair.whole()
+    pair.train(AFTER, rank, 3)
+    assert not saving.done()
+    assert not (tmp_path / "a").exists()
+    writes.goes_on.set()
+    assert saving.wait() == saving.result() == tmp_path / "a"
+    assert saving.done()
+    again = Training(dtype=torch.bfloat16).start(seed=3)
+    load_checkpoint(tmp_path / "a", again.model, again.optimizer)
+    check_same(at_call, again.whole())
 
 
-def test_destroying_the_group_under_an_asynchronous_save_never_leaves_half_a_checkpoint(tmp_path: Path) -> None:
+@on_ranks(2, ("write", "write_share"), one_group=False)
+def test_destroying_the_group_under_an_asynchronous_save_never_leaves_half_a_checkpoint(
+    rank: int, part: str, tmp_path: Path
+) -> None:
     """Before anything is written, and while it is."""
-
-    def save(rank: int, world_size: int, part: str) -> tuple[str, Any]:
-        path = tmp_path / part / "a"
-        with held_writes(part) as writes:
-            under_way = save_checkpoint(path, *linear(), async_save=True)
-        dist.destroy_process_group()
-        writes.goes_on.set()
-        return refused(under_way.wait), latest(path)
-
-    for _, ran in run_cases(save, 2, [("write",), ("write_share",)]):
-        for message, found in ran.values():
-            assert message.startswith("RuntimeError")
-            assert "destroy_process_group was called before all was written: call wait() first" in message
-            assert found is None
+    logging.disable()
+    path = tmp_path / part / "a"
+    with held_writes(part) as writes:
+        under_way = save_checkpoint(path, *linear(), async_save=True)
+    dist.destroy_process_group()
+    writes.goes_on.set()
+    told = refused(under_way.wait)
+    assert told.startswith("RuntimeError")
+    assert "destroy_process_group was called before all was written: call wait() first" in told
+    assert latest(path) is None
 
 
 # Asynchronous saves that fail
@@ -244,29 +233,25 @@ def failed_save(folder: Path, unlucky: int, rank: int) -> tuple[Any, Pair]:
     return saving, pair
 
 
-@pytest.mark.parametrize(
-    ("call", "unlucky", "told_on"), [("save", 0, ()), ("load", 1, ()), ("save", 1, (0, 1)), ("save", 1, (0,))]
-)
+@on_ranks(2, [("save", 0, ()), ("load", 1, ()), ("save", 1, (0, 1)), ("save", 1, (0,))], one_group=False)
 def test_a_failed_asynchronous_save_raises_in_the_next_call_unless_all_have_been_told(
-    call: str, unlucky: int, told_on: tuple[int, ...], tmp_path: Path
+    rank: int, call: str, unlucky: int, told_on: tuple[int, ...], tmp_path: Path
 ) -> None:
-    def run(rank: int, world_size: int) -> str:
-        save_checkpoint(tmp_path / "there", *linear())
-        saving, pair = failed_save(tmp_path, unlucky, rank)
-        if rank in told_on:
-            with pytest.raises(RuntimeError, match="No space left"):
-                saving.wait()
+    logging.disable()
+    folder = tmp_path / f"{call} {unlucky} {told_on}"
+    save_checkpoint(folder / "there", *linear())
+    saving, pair = failed_save(folder, unlucky, rank)
+    if rank in told_on:
+        assert "No space left" in refused(saving.wait)
 
-        def act() -> None:
-            save_checkpoint(tmp_path / "next", *pair) if call == "save" else load_checkpoint(tmp_path / "there", *pair)
+    def act() -> None:
+        save_checkpoint(folder / "next", *pair) if call == "save" else load_checkpoint(folder / "there", *pair)
 
-        told = "" if len(told_on) == world_size else refused(act)
-        act()
-        return told
-
-    for told in run_ranks(run, 2):
-        lost = f"{tmp_path}/lost: the checkpoint could not be written. rank {unlucky}: OSError: [Errno 28]"
-        assert len(told_on) == 2 or (told.startswith("RuntimeError: ") and lost in told)
+    if len(told_on) < 2:
+        told = refused(act)
+        assert told.startswith("RuntimeError: ")
+        assert f"{folder}/lost: the checkpoint could not be written. rank {unlucky}: OSError: [Errno 28]" in told
+    act()
 
 
 ENDS = """

@@ -17,10 +17,12 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.manifest import read_manifest
-from tests.support.checkpoints import differences
+from tests.support.checkpoints import check_same
 from tests.support.experts import Mixture, Run, Trained, loss_of, prepare, train_step, whole_name
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks
 from tests.support.saving import Keeping, Pair, adamw, held, load_by, momentum, refused, save_by, wrapped
+from tests.support.several import of_all
 
 BEFORE, AFTER = range(2), range(2, 4)
 
@@ -29,9 +31,14 @@ def drops(step: int, rank: int) -> set[int]:
     return {0} if step == 0 else set()
 
 
+SHARED = 0  # in the place of how many ranks share the experts out: all have all of them, as any other parameters
+
+
 def a_run(world_size: int, size: int, **more: Any) -> Run:
-    options = {"partition_grad": True, "reduce_bucket_size": 60}
-    return Run(world_size, size, drop=drops, clip=0.1, optimizer=adamw, options=options, **more)
+    options: dict[str, Any] = {"partition_grad": True, "reduce_bucket_size": 60}
+    if size == SHARED:
+        options["pg_to_param_list"] = None
+    return Run(world_size, size or 1, drop=drops, clip=0.1, optimizer=adamw, options=options, **more)
 
 
 def train(trained: Trained, run: Run, steps: range, rank: int) -> Trained:
@@ -108,39 +115,17 @@ def check_close(expected: dict[str, Tensor], ranks: list[dict[str, Tensor]]) -> 
             assert (tensor - expected[name]).abs().max() <= 2e-6, name
 
 
-@pytest.mark.parametrize(
-    ("in_background", "of_run"),
-    [(False, {}), (True, {"numbered": True, "dtype": torch.bfloat16})],
-    ids=["places, at once", "numbers in bf16, async"],
-)
-def test_the_same_layout_goes_on_bit_for_bit(in_background: bool, of_run: dict[str, Any], tmp_path: Path) -> None:
-    run = a_run(4, 2, **of_run)
-
-    def rank(rank: int, world_size: int) -> list[str]:
-        path = tmp_path / "it"
-        first = train(prepare(rank, run), run, BEFORE, rank)
-        saving = save_checkpoint(path, first.model, first.optimizer, extra={"at": 2}, async_save=in_background)
-        train(first, run, AFTER, rank)
-        assert saving.wait() == path
-        second = emptied(rank, run)
-        assert load_checkpoint(path, second.model, second.optimizer) == {"at": 2}
-        train(second, run, AFTER, rank)
-        plans = [[group.reducer.plan.whole for group in each.optimizer.sharded_groups] for each in (first, second)]
-        assert plans[0] == plans[1]
-        states = [each.optimizer.state_dict() for each in (first, second)]
-        return [*differences(*states), *differences(whole(first, run), whole(second, run))]
-
-    assert run_ranks(rank, 4) == [[]] * 4
-
-
 @pytest.mark.filterwarnings("ignore:Detected mismatched keys")  # torch 2.5 says it, and reads them all
 @pytest.mark.parametrize(
     ("before", "after", "way"),
     [
         ((4, 2), (2, 2), "places, checkpoint"),
+        ((4, 2), (4, 2), "places, checkpoint"),
         ((4, 4), (4, 2), "checkpoint"),
         ((4, 2), (1, 1), "checkpoint"),
         ((4, 2), (2, 2), "torch's"),
+        ((2, SHARED), (4, 2), "checkpoint"),
+        ((2, 2), (4, SHARED), "checkpoint"),
     ],
 )
 def test_other_layouts_go_on_as_in_one_process(before: Layout, after: Layout, way: str, kept: Kept) -> None:
@@ -157,43 +142,13 @@ def test_other_layouts_go_on_as_in_one_process(before: Layout, after: Layout, wa
     check_close(alone(first, then), run_ranks(rank, then.world_size))
 
 
-@pytest.mark.parametrize("dense_first", [False, True])
-def test_a_run_without_experts_has_them_all(dense_first: bool, tmp_path: Path) -> None:
-    """What all ranks share in one of the two runs, groups share in the other."""
-    first, then = a_run(2, 2, numbered=True), a_run(4, 2, numbered=True)
-    runs = (first, then)
-    dense = Run(**{**vars(runs[not dense_first]), "size": 1})
-
-    def shared_by_all(rank: int, world_size: int) -> Trained:
-        return emptied(rank, Run(**{**vars(dense), "options": {**dense.options, "pg_to_param_list": None}}))
-
-    def start(rank: int, world_size: int) -> None:
-        trained = shared_by_all(rank, world_size) if dense_first else prepare(rank, first)
-        if dense_first:
-            trained.model.load_state_dict(Mixture(numbered=True).state_dict())
-            trained.optimizer.update_master_params(trained.model)
-        train(trained, first, BEFORE, rank)
-        save_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
-
-    def go_on(rank: int, world_size: int) -> dict[str, Tensor]:
-        trained = emptied(rank, then) if dense_first else shared_by_all(rank, world_size)
-        load_checkpoint(tmp_path / "it", trained.model, trained.optimizer)
-        return whole(train(trained, then, AFTER, rank), then)
-
-    run_ranks(start, first.world_size)
-    check_close(alone(first, then), run_ranks(go_on, then.world_size))
-
-
-def test_sharded_states_are_slices_over_each_group_s_own_ranks() -> None:
-    def look(rank: int, world_size: int) -> list[tuple[int, int] | None]:
-        run = a_run(4, 2, numbered=True)
-        states = Sharded(train(prepare(rank, run), run, BEFORE, rank).optimizer).state_dict()["state"]
-        averages = [states.get(name, {}).get("exp_avg") for name in ("experts.0.up.bias", "inward.bias")]
-        return [None if each is None else (each.numel(), each.to_local().numel()) for each in averages]
-
-    experts, shared = zip(*run_ranks(look, 4), strict=True)
-    assert experts == ((7, 4), None, (7, 3), None)
-    assert shared == ((5, 2), (5, 2), (5, 1), (5, 0))
+@on_ranks(4)
+def test_sharded_states_are_slices_over_each_group_s_own_ranks(rank: int) -> None:
+    run = a_run(4, 2, numbered=True)
+    states = Sharded(train(prepare(rank, run), run, BEFORE, rank).optimizer).state_dict()["state"]
+    averages = [states.get(name, {}).get("exp_avg") for name in ("experts.0.up.bias", "inward.bias")]
+    sizes = [None if each is None else (each.numel(), each.to_local().numel()) for each in averages]
+    assert sizes == [((7, 4), None, (7, 3), None)[rank], ((5, 2), (5, 2), (5, 1), (5, 0))[rank]]
 
 
 # ---- what is written ----
@@ -267,53 +222,48 @@ def counting(rank: int, count: int, told: bool) -> tuple[nn.ModuleDict, LowLevel
     return model, LowLevelZeroOptimizer(momentum(model.parameters()), experts, model=model if told else None)
 
 
-def test_what_modules_keep_themselves_buffers_and_tied_weights_are_each_ranks_own(tmp_path: Path) -> None:
+@on_ranks(2, (False, True))
+def test_what_modules_keep_themselves_buffers_and_tied_weights_are_each_ranks_own(
+    rank: int, told: bool, tmp_path: Path
+) -> None:
     """Whether the optimizer has been told the model or not."""
-
-    def rank(rank: int, world_size: int, told: bool) -> list[Any]:
-        path = tmp_path / str(told)
-        model, optimizer = counting(rank, 5 + rank, told)
-        save_checkpoint(path, model, optimizer)
-        again, other = counting(rank, 0, told)
-        load_checkpoint(path, again, other)
-        assert torch.equal(again["expert"].weight, model["expert"].weight)
-        shared, expert = again["shared"], again["expert"]
-        return [shared.kept, shared.tally.kept, expert.kept, expert.tally.kept, expert.seen.tolist()]
-
-    for told in (False, True):
-        assert run_ranks(rank, 2, told) == [[5, 5, 5, 5, [5.0] * 3], [5, 5, 6, 6, [6.0] * 3]], told
+    saved, loaded = counting(rank, 5 + rank, told), counting(rank, 0, told)
+    save_checkpoint(tmp_path / str(told), *saved)
+    load_checkpoint(tmp_path / str(told), *loaded)
+    shared, expert = loaded[0]["shared"], loaded[0]["expert"]
+    assert torch.equal(expert.weight, saved[0]["expert"].weight)
+    assert [shared.kept, shared.tally.kept, expert.kept, expert.tally.kept] == [5, 5, 5 + rank, 5 + rank]
+    assert expert.seen.tolist() == [5.0 + rank] * 3
 
 
-def test_all_ranks_refuse_what_those_of_one_expert_refuse() -> None:
+@on_ranks(4, ("state_dict", "Sharded", "replaced"))
+def test_all_ranks_refuse_what_those_of_one_expert_refuse(rank: int, call: str) -> None:
     """Ranks that share another expert have seen nothing, and would go on without the others."""
-
-    def rank(rank: int, world_size: int, call: str) -> str:
-        model = nn.ModuleDict({"shared": nn.Linear(3, 2), "expert": nn.Linear(3, 2)})
-        model["expert"].register_buffer("more", torch.zeros(2))
-        near = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
-        _, optimizer = wrapped(model, pg_to_param_list={near: list(model["expert"].parameters())})
-        if rank == 1 and call == "replaced":
-            model["expert"] = nn.Linear(3, 2)
-        elif rank == 1:
-            model["expert"].more.data = torch.zeros(3)
-            weight = optimizer.optim.param_groups[0]["params"][2]
-            optimizer.optim.state[weight]["more"] = torch.zeros_like(weight)
-        return refused(optimizer.state_dict if call == "state_dict" else Sharded(optimizer).state_dict)
-
-    for call in ("state_dict", "Sharded"):
-        ours, told, *others = run_ranks(rank, 4, call)
-        assert ours == told
-        assert "more" in ours
-        assert all("rank 0 could not give " in each for each in others), others
-    told, ours, *others = run_ranks(rank, 4, "replaced")
-    assert ours.startswith("ValueError: expert.weight: expected the parameter that the optimizer trains")
-    assert all(ours.removeprefix("ValueError: ") in each for each in (told, *others))
+    model = nn.ModuleDict({"shared": nn.Linear(3, 2), "expert": nn.Linear(3, 2)})
+    model["expert"].register_buffer("more", torch.zeros(2))
+    near = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
+    _, optimizer = wrapped(model, pg_to_param_list={near: list(model["expert"].parameters())})
+    if rank == 1 and call == "replaced":
+        model["expert"] = nn.Linear(3, 2)
+    elif rank == 1:
+        model["expert"].more.data = torch.zeros(3)
+        weight = optimizer.optim.param_groups[0]["params"][2]
+        optimizer.optim.state[weight]["more"] = torch.zeros_like(weight)
+    told = of_all(refused(optimizer.state_dict if call == "state_dict" else Sharded(optimizer).state_dict))
+    if call == "replaced":
+        assert told[1].startswith("ValueError: expert.weight: expected the parameter that the optimizer trains")
+        assert all(told[1].removeprefix("ValueError: ") in each for each in told)
+    else:
+        assert told[0] == told[1]
+        assert "more" in told[0]
+        assert all("rank 0 could not give " in each for each in told[2:])
 
 
-def test_several_kinds_of_groups(tmp_path: Path) -> None:
+@on_ranks(4)
+def test_several_kinds_of_groups(rank: int, tmp_path: Path) -> None:
     """One expert is shared by ranks two apart, the other by neighbours; both have one name on all ranks."""
 
-    def start(rank: int, seed: int, steps: int) -> Pair:
+    def start(seed: int, steps: int) -> Pair:
         torch.manual_seed(seed)
         model = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("shared", "apart", "near")})
         apart = [dist.new_group([at, at + 2]) for at in range(2)][rank % 2]
@@ -321,66 +271,53 @@ def test_several_kinds_of_groups(tmp_path: Path) -> None:
         experts = {near: list(model["near"].parameters()), apart: list(model["apart"].parameters())}
         return wrapped(model, adamw, steps, pg_to_param_list=experts)
 
-    def rank(rank: int, world_size: int) -> list[str]:
-        saved, loaded = start(rank, rank, 1), start(rank, rank + 4, 0)
-        save_checkpoint(tmp_path / "it", *saved)
-        load_checkpoint(tmp_path / "it", *loaded)
-        return differences(held(*saved), held(*loaded))
-
-    assert run_ranks(rank, 4) == [[]] * 4
+    saved, loaded = start(rank, 1), start(rank + 4, 0)
+    save_checkpoint(tmp_path / "it", *saved)
+    load_checkpoint(tmp_path / "it", *loaded)
+    check_same(held(*saved), held(*loaded))
     experts = read_manifest(tmp_path / "it").experts
-    assert {name: experts[name].ranks for name in experts if name.startswith(("apart.bias", "near.bias"))} == {
-        "apart.bias@0": (0, 2),
-        "apart.bias@1": (1, 3),
-        "near.bias@0": (0, 1),
-        "near.bias@1": (2, 3),
-    }
+    ranks = {"apart.bias@0": (0, 2), "apart.bias@1": (1, 3), "near.bias@0": (0, 1), "near.bias@1": (2, 3)}
+    assert {name: experts[name].ranks for name in experts if name.startswith(("apart.bias", "near.bias"))} == ranks
 
 
 # ---- what is refused ----
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 4), (4, 2)), ((2, 1), (2, 2)), ((2, 2), (2, 1))])
+@pytest.mark.parametrize(("before", "after"), [((4, 4), (4, 2)), ((2, 1), (2, 2))])
 def test_experts_of_the_same_name_want_as_many_groups(before: Layout, after: Layout, kept: Kept) -> None:
     path = kept(*before, False)
 
-    def load(rank: int, world_size: int) -> str:
+    def load(rank: int, world_size: int) -> None:
         trained = prepare(rank, a_run(*after))
-        before = whole(trained, a_run(*after))
+        held = whole(trained, a_run(*after))
         told = refused(lambda: load_checkpoint(path, trained.model, trained.optimizer))
-        assert differences(before, whole(trained, a_run(*after))) == []
-        return told
+        assert told.startswith("ValueError: experts.0.calls")
+        assert "share experts out among as many groups" in told
+        check_same(held, whole(trained, a_run(*after)))
 
-    told = run_ranks(load, after[0])
-    assert set(told) == {told[0]}
-    assert told[0].startswith("ValueError: experts.0.calls")
-    assert "share experts out among as many groups" in told[0]
+    run_ranks(load, after[0])
 
 
 def test_what_one_rank_has_otherwise_is_refused_on_all(kept: Kept, tmp_path: Path) -> None:
     """A parameter that others' experts lack, a buffer that twins lack, and a name that experts are told apart by."""
     path = kept(2, 2, False)
 
-    def load(rank: int, world_size: int) -> list[str]:
+    def load(rank: int, world_size: int) -> None:
         model, optimizer, *_ = prepare(rank, a_run(2, 2))
         if rank == 1:
             model.experts[1].more = nn.Linear(2, 2).requires_grad_(False)
         taken, its_optimizer = counting(rank, 0, told=True)
         taken["expert"].register_buffer("weight@1", torch.zeros(1))
-        return [
-            refused(lambda: load_checkpoint(path, model, optimizer)),
-            refused(lambda: save_checkpoint(tmp_path / "it", taken, its_optimizer)),
-        ]
+        assert "experts.1.more.bias" in refused(lambda: load_checkpoint(path, model, optimizer))
+        told = refused(lambda: save_checkpoint(tmp_path / "it", taken, its_optimizer))
+        assert told.startswith("ValueError: expert.weight@1: expected another name, since expert.weight of 2 groups'")
 
-    def save(rank: int, world_size: int) -> str:
+    def save(rank: int, world_size: int) -> None:
         model, optimizer, *_ = prepare(rank, a_run(4, 2))
         if rank == 3:
             model.experts[0].register_buffer("calls", torch.zeros(2))
-        return refused(lambda: save_checkpoint(tmp_path / "it", model, optimizer))
+        assert "experts.0.calls" in refused(lambda: save_checkpoint(tmp_path / "it", model, optimizer))
 
-    for other, taken in run_ranks(load, 2):
-        assert other.startswith(("ValueError: ", "RuntimeError: "))
-        assert "experts.1.more.bias" in other
-        assert taken.startswith("ValueError: expert.weight@1: expected another name, since expert.weight of 2 groups'")
-    assert all("experts.0.calls" in told for told in run_ranks(save, 4))
+    run_ranks(load, 2)
+    run_ranks(save, 4)
     assert not (tmp_path / "it").exists()

@@ -199,6 +199,8 @@ def test_broadcast_carries_all_kinds(world_size: int, subtests: pytest.Subtests)
             patch.setattr(broadcasts, "_MESSAGE_BYTES", batch_bytes)
             tensors = assorted(rank)
             Broadcast(ShardGroup(), tensors, torch.device("cpu")).run()
+        check_same(assorted(0), tensors)
+        assert [each.stride() for each in tensors] == [each.stride() for each in assorted(0)]
 
     check_cases(subtests, world_size, broadcast, (1, 40, 2**20))
 

@@ -8,92 +8,64 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lowlevel_zero import Communication, LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
+from lowlevel_zero import Communication
 from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.work import OnDemand, OnStream, OnThread, Work
 from lowlevel_zero.deepspeed import accessors
 from lowlevel_zero.layout import traffic_of
 from lowlevel_zero.streams import Streams
-from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
+from tests.support.checkpoints import check_same
 from tests.support.grid import Grid, group_among
 from tests.support.judging import check_run
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Result, Run, train_sharded
 from tests.support.ranks import run_cases_expecting, run_ranks
+from tests.support.saving import adamw, linear, wrapped
 
 # ---- numbers ----
 
-FORMS = ("pair", "keywords", "hybrid")
 
-
-def check_accessors(p: nn.Parameter, rank: int) -> None:
+def check_accessors(p: nn.Parameter) -> None:
     """What is written by slices is read whole."""
     values = torch.arange(120.0).view(10, 12)
     accessors.safe_set_full_fp32_param(p, values)
-    assert torch.equal(p, values)
-    master = accessors.safe_get_full_fp32_param(p)
-    assert master is not None
-    assert torch.equal(master, values)
     accessors.safe_set_full_optimizer_state(p, values + 1, "exp_avg")
-    state = accessors.safe_get_full_optimizer_state(p, "exp_avg")
-    assert state is not None
-    assert torch.equal(state, values + 1)
+    check_same([values, values], [p.detach(), accessors.safe_get_full_fp32_param(p)])
+    check_same(values + 1, accessors.safe_get_full_optimizer_state(p, "exp_avg"))
 
 
 @pytest.mark.usefixtures("unaligned")
-def test_slices_are_those_of_the_form() -> None:
+@on_ranks(6)
+def test_slices_are_those_of_the_form(rank: int) -> None:
     """Who holds what, what is held, and how much crosses the outer level."""
-
-    def rank(rank: int, world_size: int) -> dict[str, Any]:
-        grid = Grid.of(rank, (2, 3))
-        found: dict[str, Any] = {}
-        for form in ("flat", *FORMS):
-            torch.manual_seed(rank)
-            model = nn.Linear(12, 10, bias=False)
-            wrapped = torch.optim.AdamW(model.parameters())
-            optimizer = LowLevelZeroOptimizer(wrapped, model=model, partition_grad=True, **grid.options(form))
-            optimizer.backward(model(torch.ones(1, 12)).sum())
-            optimizer.step()
-            sent = traffic_of(optimizer)
-            whole = optimizer.get_param_grad(model.weight)
-            assert whole is not None
-            assert torch.equal(whole, torch.ones(10, 12))
-            (own,) = optimizer.optim.param_groups[0]["params"]
-            start = (own.data_ptr() - model.weight.data_ptr()) // 4
-            state = optimizer.state_dict(only_on_master=True)["state"]
-            found[form] = start, own.numel(), sent, len(state[0])
-            check_accessors(model.weight, rank)
-        return found
-
-    ranks = run_ranks(rank, 6)
-    assert [each["flat"][:2] for each in ranks] == [(20 * at, 20) for at in range(6)]
-    for form in ("pair", "keywords"):
-        assert [each[form] for each in ranks] == [each["flat"] for each in ranks]
-    assert [each["hybrid"][:2] for each in ranks] == [(at, 40) for at in (0, 40, 80, 0, 40, 80)]
-    for each in ranks:
-        sent = {form: each[form][2] for form in each}
-        assert sent["flat"] == {"reduce": 480 * 5 // 6, "gather": 480 * 5 // 6}
-        assert sent["hybrid"] == {
-            "reduce": 2 * 160 + 160, "gather": 2 * 160, "reduce_outer": 160, "gather_outer": 0
-        }  # fmt: skip
-    assert [each["hybrid"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
-    assert [each["pair"][3] for each in ranks] == [3, 0, 0, 0, 0, 0]
+    grid = Grid.of(rank, (2, 3))
+    flat = {"reduce": 480 * 5 // 6, "gather": 480 * 5 // 6}
+    levels = {"reduce": 2 * 160 + 160, "gather": 2 * 160, "reduce_outer": 160, "gather_outer": 0}
+    for form in ("flat", "pair", "keywords", "hybrid"):
+        torch.manual_seed(rank)
+        model, optimizer = wrapped(nn.Linear(12, 10, bias=False), adamw, partition_grad=True, **grid.options(form))
+        optimizer.backward(model(torch.ones(1, 12)).sum())
+        optimizer.step()
+        assert traffic_of(optimizer) == (levels if form == "hybrid" else flat), form
+        check_same(torch.ones(10, 12), optimizer.get_param_grad(model.weight))
+        (own,) = optimizer.optim.param_groups[0]["params"]
+        start = (own.data_ptr() - model.weight.data_ptr()) // 4
+        assert (start, own.numel()) == ((40 * (rank % 3), 40) if form == "hybrid" else (20 * rank, 20)), form
+        state = optimizer.state_dict(only_on_master=True)["state"]
+        assert len(state[0]) == (0 if rank else 3)
+        check_accessors(model.weight)
 
 
 def test_part_of_the_world_is_enough_and_threads_end_with_their_optimizer() -> None:
     """Ranks 1 to 4 of five train; the last of them has the others' values in the end."""
-
     run = Run(4, steps=3, clip=0.4).with_options(partition_grad=True)
 
     def rank(rank: int, world_size: int) -> list[Result]:
@@ -222,66 +194,7 @@ def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
     assert log[4:] == ["wait second"]
 
 
-# ---- checkpoints ----
-
-
-def begin(training: Training, grid: Grid, form: str, seed: int = 0) -> Pair:
-    return replace(training, options=grid.options(form)).start(seed)
-
-
-CHECKPOINT_FORMS = ("flat", "pair", "hybrid")
-
-
-def test_checkpoints_go_from_every_form_to_every_other(tmp_path: Path) -> None:
-    training = Training(dtype=torch.bfloat16)
-
-    def save(rank: int, world_size: int) -> dict[str, Any]:
-        grid = Grid.of(rank, (2, 2))
-        wholes = {}
-        for form in CHECKPOINT_FORMS:
-            pair = begin(training, grid, form).train(BEFORE, rank, world_size)
-            save_checkpoint(tmp_path / form, pair.model, pair.optimizer, async_save=form == "hybrid").wait()
-            dcp.save({"optim": Sharded(pair.optimizer)}, checkpoint_id=tmp_path / f"own-{form}")
-            wholes[form] = pair.whole(), pair.train(AFTER, rank, world_size).whole()
-        return wholes
-
-    wholes = run_ranks(save, 4)[0]
-    assert {read_manifest(tmp_path / form).world_size for form in CHECKPOINT_FORMS} == {4}
-    metadata = read_metadata(tmp_path / "hybrid")
-    for entry in metadata.state_dict_metadata.values():
-        if isinstance(entry, dcp.metadata.TensorStorageMetadata):
-            assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel()
-    once = {at: place for at, place in metadata.storage_data.items() if at.fqn != "model.layers.3.weight"}  # tied
-    assert len({(place.relative_path, place.offset) for place in once.values()}) == len(once)
-    files = {at.relative_path for at in metadata.storage_data.values()}
-    assert files == {f"__{rank}_0.distcp" for rank in range(4)}  # replicas share the work
-
-    def load(rank: int, world_size: int, forms: list[tuple[str, str]]) -> list[str]:
-        grid = Grid.of(rank, (2, world_size // 2))
-        wrong = []
-        for before, form in forms:
-            at = f"{before} to {form}"
-            pair = begin(training, grid, form, seed=3 + rank)
-            load_checkpoint(tmp_path / before, pair.model, pair.optimizer)
-            at_save, later = wholes[before]
-            wrong += differences(at_save, pair.whole(), at=at)
-            if form == before or world_size == 2:
-                dcp.load({"optim": Sharded(pair.optimizer)}, checkpoint_id=tmp_path / f"own-{before}")
-                wrong += differences(at_save, pair.whole(), at=f"{at}, own")
-            if form == before and world_size == 4:
-                wrong += differences(later, pair.train(AFTER, rank, world_size).whole(), at=f"{at}, later")
-        return wrong
-
-    assert run_ranks(load, 4, [("hybrid", "hybrid"), ("flat", "pair")]) == [[]] * 4
-    assert run_ranks(load, 2, [("pair", "hybrid"), ("hybrid", "flat")]) == [[]] * 2
-
-
 # ---- what is refused ----
-
-
-def wrap(**options: Any) -> LowLevelZeroOptimizer:
-    model = nn.Linear(3, 2)
-    return LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model, **options)
 
 
 def groups_of(inner: dict[int, list[int]], outer: dict[int, list[int]], rank: int) -> dict[str, Any]:
@@ -338,7 +251,7 @@ BAD: dict[str, tuple[Callable[[Grid, int], dict[str, Any]], str]] = {
 
 def test_every_rank_is_told_what_is_wrong(subtests: pytest.Subtests) -> None:
     def rank(rank: int, world_size: int, what: str) -> None:
-        wrap(**BAD[what][0](Grid.of(rank, (2, 2)), rank))
+        linear(**BAD[what][0](Grid.of(rank, (2, 2)), rank))
 
     for (what,), ran in run_cases_expecting(rank, 4, [(what,) for what in BAD], timeout=30):
         with subtests.test(what):
@@ -347,14 +260,13 @@ def test_every_rank_is_told_what_is_wrong(subtests: pytest.Subtests) -> None:
                 assert raised.type in ("ValueError", "TypeError", "RuntimeError")
 
 
-@pytest.mark.parametrize("first", [(0, 1), (1, 3)], ids=["a row", "a column"])
-def test_some_ranks_may_have_made_a_grid_of_their_own_before(first: tuple[int, ...]) -> None:
-    def rank(rank: int, world_size: int) -> list[int]:
-        grid, own = Grid.of(rank, (2, 2)), [dist.new_group([each]) for each in range(4)]
-        part = dist.new_group(list(first))
-        if rank in first:
-            wrap(dp_process_group=(part, own[rank]))
-            time.sleep(0.2)
-        return wrap(dp_process_group=(grid.outer, grid.inner)).shard_group.slice_ranks
-
-    assert run_ranks(rank, 4, timeout=30) == [[0, 1, 2, 3]] * 4
+@on_ranks(4, [((0, 1),), ((1, 3),)], one_group=False, timeout=30)
+def test_some_ranks_may_have_made_a_grid_of_their_own_before(rank: int, first: tuple[int, ...]) -> None:
+    """Those of a row, or of a column."""
+    grid, own = Grid.of(rank, (2, 2)), [dist.new_group([each]) for each in range(4)]
+    part = dist.new_group(list(first))
+    if rank in first:
+        linear(dp_process_group=(part, own[rank]))
+        time.sleep(0.2)
+    _, optimizer = linear(dp_process_group=(grid.outer, grid.inner))
+    assert optimizer.shard_group.slice_ranks == [0, 1, 2, 3]
