@@ -62,11 +62,11 @@ def measured(into: dict[str, float]) -> Iterator[None]:
     gc.collect()
     dist.barrier()
     forget_peak()
-    held, read, began, computed = resident("VmRSS"), _bytes_read(), perf_counter(), process_time()
+    held, read, began, computed = resident("VmRSS"), bytes_read(), perf_counter(), process_time()
     yield
     into["cpu"] = process_time() - computed
     into["wall"] = perf_counter() - began
-    into["read"] = _bytes_read() - read
+    into["read"] = bytes_read() - read
     into["memory"] = resident("VmHWM") - held
 
 
@@ -80,5 +80,5 @@ def resident(line: str) -> float:
     return float(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) * 1024
 
 
-def _bytes_read() -> float:
+def bytes_read() -> float:
     return float(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.counters import bytes_read, forget_peak, resident
 from lowlevel_zero.checkpoint import checksum, folders, load_checkpoint, save_checkpoint, storage
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.checkpoints import wait_for_pruning
+from tests.support.on_ranks import on_ranks
 from tests.support.patching import patch_rank
-from tests.support.ranks import run_ranks
 from tests.support.saving import Pair, adamw, names_in, wrapped
 
 WIDTH = 512
@@ -47,55 +48,46 @@ def counting(found: Counter[str], owner: Any, name: str, patch: pytest.MonkeyPat
     patch.setattr(owner, name, counted)
 
 
-def test_ranks_agree_twice_and_then_exchange_a_few_numbers(tmp_path: Path) -> None:
+@on_ranks(3)
+def test_ranks_agree_twice_and_then_exchange_a_few_numbers(rank: int, tmp_path: Path) -> None:
     """At once and in the background."""
-
-    def save(rank: int, world_size: int) -> list[Counter[str]]:
-        pair = trained()
-        save_checkpoint(tmp_path / "first", *pair)
-        found: list[Counter[str]] = [Counter(), Counter()]
-        for in_background, counts in enumerate(found):
-            with pytest.MonkeyPatch.context() as patch:
-                for name in ("all_reduce_max", "all_gather_object"):
-                    counting(counts, ShardGroup, name, patch)
-                for name in COLLECTIVES:
-                    counting(counts, dist, name, patch)
-                save_checkpoint(tmp_path / str(in_background), *pair, async_save=bool(in_background)).wait()
-        return found
-
-    assert run_ranks(save, 3) == [[{"all_reduce_max": 2, "gather_object": 1, "broadcast_object_list": 1}] * 2] * 3
+    pair = trained()
+    save_checkpoint(tmp_path / "first", *pair)
+    for in_background in (False, True):
+        found: Counter[str] = Counter()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce_max", "all_gather_object"):
+                counting(found, ShardGroup, name, patch)
+            for name in COLLECTIVES:
+                counting(found, dist, name, patch)
+            save_checkpoint(tmp_path / str(in_background), *pair, async_save=in_background).wait()
+        assert found == {"all_reduce_max": 2, "gather_object": 1, "broadcast_object_list": 1}
 
 
-def bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+@on_ranks(2)
+def test_a_save_reads_nothing_and_a_load_each_byte_once_into_states_that_are_there(rank: int, tmp_path: Path) -> None:
+    model, optimizer = trained()
+
+    def places() -> list[int]:
+        states = (optimizer.optim.state[record.p32] for record in optimizer.sharded_parameters)
+        return [state[key].data_ptr() for state in states for key in ("exp_avg", "exp_avg_sq")]
+
+    save_checkpoint(tmp_path / "first", model, optimizer)
+    start = bytes_read()
+    save_checkpoint(tmp_path / "second", model, optimizer)
+    saving = bytes_read() - start
+    share = (tmp_path / "second" / f"__{rank}_0.distcp").stat().st_size
+    assert 1.0 <= share / (2 * WIDTH * WIDTH * 3 * 4 / 2) < 1.1
+    before, start = places(), bytes_read()
+    load_checkpoint(tmp_path / "second", model, optimizer)
+    loading = bytes_read() - start
+    assert places() == before
+    assert saving < 0.02 * share
+    assert 0.99 * share <= loading < 1.1 * share
 
 
-def test_a_save_reads_nothing_and_a_load_each_byte_once_into_states_that_are_there(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> tuple[float, float]:
-        model, optimizer = trained()
-
-        def places() -> list[int]:
-            states = (optimizer.optim.state[record.p32] for record in optimizer.sharded_parameters)
-            return [state[key].data_ptr() for state in states for key in ("exp_avg", "exp_avg_sq")]
-
-        save_checkpoint(tmp_path / "first", model, optimizer)
-        start = bytes_read()
-        save_checkpoint(tmp_path / "second", model, optimizer)
-        saving = bytes_read() - start
-        share = (tmp_path / "second" / f"__{rank}_0.distcp").stat().st_size
-        assert 1.0 <= share / (2 * WIDTH * WIDTH * 3 * 4 / world_size) < 1.1
-        before, start = places(), bytes_read()
-        load_checkpoint(tmp_path / "second", model, optimizer)
-        loading = bytes_read() - start
-        assert places() == before
-        return saving / share, loading / share
-
-    for saving, loading in run_ranks(run, 2):
-        assert saving < 0.02
-        assert 0.99 <= loading < 1.1
-
-
-def test_a_save_opens_no_older_checkpoint(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_save_opens_no_older_checkpoint(rank: int, tmp_path: Path) -> None:
     """And to prune it reads the first lines of their manifests, and no more of those of other runs."""
     opened: list[str] = []
 
@@ -103,72 +95,57 @@ def test_a_save_opens_no_older_checkpoint(tmp_path: Path) -> None:
         if event == "open" and str(tmp_path) in str(args[0]):
             opened.append(str(args[0]))
 
-    def save(rank: int, world_size: int) -> tuple[int, int]:
-        pair = trained()
-        save_checkpoint(tmp_path / "of others" / "one", *pair)
-        if rank == 0:
-            for at in range(40):
-                shutil.copytree(tmp_path / "of others" / "one", tmp_path / "run" / f"older-{at}")
-        dist.barrier()
-        sys.addaudithook(note)
-        save_checkpoint(tmp_path / "run" / "new", *pair)
-        without = sum("older-" in path for path in opened)
-        read: Counter[str] = Counter()
-        counting(read, folders, "read_manifest", pytest.MonkeyPatch())
-        other = trained()
-        for name in ("a", "b", "c"):
-            save_checkpoint(tmp_path / "run" / name, *other, keep=2)
-            wait_for_pruning()
-        return without, read["read_manifest"]
-
-    (without, read), *_ = run_ranks(save, 2)
-    assert without == 0
-    assert 0 < read <= 3
-    assert len(list((tmp_path / "run").glob("older-*"))) == 40
-    assert {name for name in names_in(tmp_path / "run") if "older" not in name} == {"new", "b", "c"}
-
-
-def test_nobody_waits_for_pruning(tmp_path: Path) -> None:
-    def save(rank: int, world_size: int) -> list[bool]:
-        pair = trained()
-        save_checkpoint(tmp_path / "a", *pair, keep=1)
-        goes_on = threading.Event()
-        remove = folders.remove
-        patch_rank(folders, "remove", lambda path: (goes_on.wait(20), remove(path))[1])
-        seen = []
-        for name, in_background in (("b", False), ("c", True)):
-            save_checkpoint(tmp_path / name, *pair, keep=1, async_save=in_background).wait()
-            seen.append((tmp_path / "a").exists())
-        load_checkpoint(tmp_path / "c", *pair)
-        goes_on.set()
+    pair = trained()
+    save_checkpoint(tmp_path / "of others" / "one", *pair)
+    if rank == 0:
+        for at in range(40):
+            shutil.copytree(tmp_path / "of others" / "one", tmp_path / "run" / f"older-{at}")
+    dist.barrier()
+    sys.addaudithook(note)
+    save_checkpoint(tmp_path / "run" / "new", *pair)
+    assert not [path for path in opened if "older-" in path]
+    read: Counter[str] = Counter()
+    counting(read, folders, "read_manifest", pytest.MonkeyPatch())
+    other = trained()
+    for name in ("a", "b", "c"):
+        save_checkpoint(tmp_path / "run" / name, *other, keep=2)
         wait_for_pruning()
-        return seen
+    assert rank > 0 or 0 < read["read_manifest"] <= 3
+    assert names_in(tmp_path / "run") == {*(f"older-{at}" for at in range(40)), "new", "b", "c"}
 
-    assert run_ranks(save, 2) == [[True, True]] * 2
+
+@on_ranks(2)
+def test_nobody_waits_for_pruning(rank: int, tmp_path: Path) -> None:
+    pair, goes_on, remove = trained(), threading.Event(), folders.remove
+    save_checkpoint(tmp_path / "a", *pair, keep=1)
+    patch_rank(folders, "remove", lambda path: (goes_on.wait(20), remove(path))[1])
+    for name, in_background in (("b", False), ("c", True)):
+        save_checkpoint(tmp_path / name, *pair, keep=1, async_save=in_background).wait()
+        assert (tmp_path / "a").exists()
+    load_checkpoint(tmp_path / "c", *pair)
+    dist.barrier()  # all have seen it
+    goes_on.set()
+    wait_for_pruning()
     assert names_in(tmp_path) == {"c"}
 
 
-def test_asynchronous_saves_are_waited_for_and_keep_their_memory(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_asynchronous_saves_are_waited_for_and_keep_their_memory(rank: int, tmp_path: Path) -> None:
     """By further saves, and by loads."""
-
-    def save(rank: int, world_size: int) -> None:
-        pair = trained()
-        write = storage.CheckpointWriter.write_share
-        patch_rank(storage.CheckpointWriter, "write_share", lambda *args: (time.sleep(0.3), write(*args))[1])
-        first = save_checkpoint(tmp_path / "a", *pair, async_save=True)
-        second = save_checkpoint(tmp_path / "b", *pair, extra="second", async_save=True)
-        assert first.done()
-        assert load_checkpoint(tmp_path / "b", *pair) == "second"
-        assert second.done()
-        save_checkpoint(tmp_path / "c", *pair)
-        third = save_checkpoint(tmp_path / "d", *pair, async_save=True)
-        third.wait()
-        assert first.staging is not None
-        assert first.staging is second.staging is third.staging
-        share = sum(each.nbytes for record in pair[1].sharded_parameters for each in (record.row,) * 3)
-        assert share <= first.staging.nbytes < 1.01 * share
-
-    run_ranks(save, 2)
+    pair, write = trained(), storage.CheckpointWriter.write_share
+    patch_rank(storage.CheckpointWriter, "write_share", lambda *args: (time.sleep(0.3), write(*args))[1])
+    first = save_checkpoint(tmp_path / "a", *pair, async_save=True)
+    second = save_checkpoint(tmp_path / "b", *pair, extra="second", async_save=True)
+    assert first.done()
+    assert load_checkpoint(tmp_path / "b", *pair) == "second"
+    assert second.done()
+    save_checkpoint(tmp_path / "c", *pair)
+    third = save_checkpoint(tmp_path / "d", *pair, async_save=True)
+    third.wait()
+    assert first.staging is not None
+    assert first.staging is second.staging is third.staging
+    share = sum(each.nbytes for record in pair[1].sharded_parameters for each in (record.row,) * 3)
+    assert share <= first.staging.nbytes < 1.01 * share
 
 
 def test_a_checksum_shows_what_has_changed(tmp_path: Path) -> None:
@@ -212,7 +189,7 @@ def peak_over_held(call: Callable[[], object]) -> float:
     call()  # what is allocated once and kept
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is held now
+    forget_peak()
     held = resident("VmRSS")
     kept = call()
     del kept
@@ -234,11 +211,6 @@ def within(low: float, high: float, call: Callable[[], object], attempts: int = 
     return peak
 
 
-def resident(line: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{line}:")[1].split()[0]) * 1024
-
-
 def large() -> Pair:
     # So that what is freed goes back to the system, and is seen when it is taken again; from the first tensor on.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
@@ -247,33 +219,22 @@ def large() -> Pair:
     return wrapped(model, adamw, steps=1, partition_grad=True)
 
 
-def test_a_save_holds_two_slices_or_one_copy_of_the_share_and_a_load_one_parameter(tmp_path: Path) -> None:
+@on_ranks(2, timeout=100)
+def test_a_save_holds_two_slices_or_one_copy_of_the_share_and_a_load_one_parameter(rank: int, tmp_path: Path) -> None:
     """The copy is an asynchronous save's."""
+    model, optimizer = large()
+    numbers = count()
 
-    def measure(rank: int, world_size: int) -> list[float]:
-        model, optimizer = large()
-        numbers = count()
+    def save(in_background: bool = False) -> None:
+        save_checkpoint(tmp_path / str(next(numbers)), model, optimizer, async_save=in_background).wait()
 
-        def save(in_background: bool = False) -> None:
-            save_checkpoint(tmp_path / str(next(numbers)), model, optimizer, async_save=in_background).wait()
-
-        calls = (
-            save,
-            lambda: load_checkpoint(tmp_path / "0", model, optimizer),
-            lambda: optimizer.state_dict(only_on_master=True),
-            lambda: save(in_background=True),
-        )
-        return [within(*bounds, call) for bounds, call in zip(bounds_of(rank), calls, strict=True)]
-
-    def bounds_of(rank: int) -> tuple[tuple[float, float], ...]:
-        return (
-            (-1.0, 1.0),  # a slice is half a tensor
-            (-1.0, 2.0),  # a parameter's slices, and what carries them, beside what is there
-            # The states themselves on the first rank; on others one tensor, and what carries it.
-            (0.5, 2.2) if rank else (2 * LAYERS - 1.5, 2 * LAYERS + 2.2),
-            (0.0, SHARE + 5.0),
-        )
-
-    for rank, peaks in enumerate(run_ranks(measure, 2, timeout=100)):
-        for (low, high), peak in zip(bounds_of(rank), peaks, strict=True):
-            assert low < peak < high, (rank, peaks)
+    # The states themselves on the first rank; on others one tensor, and what carries it.
+    states = (0.5, 2.2) if rank else (2 * LAYERS - 1.5, 2 * LAYERS + 2.2)
+    for low, high, call in (
+        (-1.0, 1.0, save),  # a slice is half a tensor
+        (-1.0, 2.0, lambda: load_checkpoint(tmp_path / "0", model, optimizer)),  # a parameter's, beside what is there
+        (*states, lambda: optimizer.state_dict(only_on_master=True)),
+        (0.0, SHARE + 5.0, lambda: save(in_background=True)),
+    ):
+        peak = within(low, high, call)
+        assert low < peak < high

@@ -18,7 +18,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, save_checkpoint, state_dict_for
 from lowlevel_zero.layout import layout_of
-from tests.support.checkpoints import differences
+from tests.support.checkpoints import check_same
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks
 from tests.support.saving import Keeping, Pair, train
 
@@ -127,71 +128,60 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_any_wrapping_loads_into_any_other(saved: tuple[Path, dict[str, Any]]) -> None:
     folder, expected = saved
 
-    def load(rank: int, world_size: int) -> list[str]:
-        wrong = []
+    def load(rank: int, world_size: int) -> None:
         for at, target in enumerate(WRAPPINGS):
             model, optimizer = start(target, seed=1 + rank)
             # Each into the bare one, and into the next but one; the bare one into each.
             for source in {list(WRAPPINGS)[at - 2], "bare"} if target != "bare" else WRAPPINGS:
                 count(model, 7)
                 load_checkpoint(folder / source, model, optimizer)
-                wrong += differences(expected[source], whole(model, optimizer), at=f"{source} into {target}")
-        return wrong
+                check_same(expected[source], whole(model, optimizer), at=f"{source} into {target}")
 
     for wrapping in WRAPPINGS:
         assert set(read_manifest(folder / wrapping).tensors) == OWN, wrapping
-    assert run_ranks(load, 3) == [[]] * 3
+    run_ranks(load, 3)
 
 
+@on_ranks(1)
 def test_a_consolidated_file_loads_into_wrapped_and_bare_models(
-    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+    rank: int, saved: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     """By load_state_dict as it is, but for wrappers that hide the model's own names from it."""
     folder, expected = saved
     assert main(["consolidate", str(folder / "both"), str(tmp_path / "out")]) == 0
     file = tmp_path / "out" / "model.safetensors"
     assert set(load_file(file)) == OWN | {"tied.weight"}
-
-    def load(rank: int, world_size: int) -> list[str]:
-        wrong = []
-        for wrapping in WRAPPINGS:
-            model, _ = start(wrapping, seed=1)
-            state = load_file(file)
-            takes_it = wrapping in ("bare", "checkpointing")
-            model.load_state_dict(state if takes_it else state_dict_for(model, state), strict=False)
-            wrong += differences(expected["both"][0], whole(model, _)[0], at=wrapping)
-        return wrong
-
-    assert run_ranks(load, 1) == [[]]
+    for wrapping in WRAPPINGS:
+        model, optimizer = start(wrapping, seed=1)
+        state = load_file(file)
+        takes_it = wrapping in ("bare", "checkpointing")
+        model.load_state_dict(state if takes_it else state_dict_for(model, state), strict=False)
+        check_same(expected["both"][0], whole(model, optimizer)[0], at=wrapping)
 
 
 @pytest.mark.colossalai
-def test_a_boosted_model_s_names_are_the_bare_one_s(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_boosted_model_s_names_are_the_bare_one_s(rank: int, tmp_path: Path) -> None:
     """ColossalAI's wrapper, around it and around what torch.compile and activation checkpointing have wrapped."""
+    from colossalai.booster import Booster
+    from colossalai.interface import ModelWrapper
+
     from tests.support import boosting
 
-    def save_and_load(rank: int, world_size: int) -> list[str]:
-        from colossalai.booster import Booster
-        from colossalai.interface import ModelWrapper
+    def boosted(wrap: Wrap, seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        booster = Booster(plugin=boosting.ours(stage=2, precision="fp32"))
+        net = Net(wrap)
+        inner = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        model, optimizer, *_ = booster.boost(net, inner)
+        return model, optimizer
 
-        def boosted(wrap: Wrap, seed: int) -> tuple[Any, Any]:
-            torch.manual_seed(seed)
-            booster = Booster(plugin=boosting.ours(stage=2, precision="fp32"))
-            net = Net(wrap)
-            inner = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
-            model, optimizer, *_ = booster.boost(net, inner)
-            return model, optimizer
-
-        wraps: list[Wrap] = [lambda part: part, checkpoint_wrapper, lambda part: ModelWrapper(compiled(part))]
-        wrong = []
-        for at, wrap in enumerate(wraps):
-            model, optimizer = boosted(wrap, at)
-            trained(model, optimizer)
-            save_checkpoint(tmp_path / str(at), model, optimizer)
-            assert set(read_manifest(tmp_path / str(at)).tensors) == OWN
-            again, its_optimizer = boosted(wraps[at - 1], 5)
-            load_checkpoint(tmp_path / str(at), compiled(again), its_optimizer)
-            wrong += differences(whole(model, optimizer), whole(again, its_optimizer))
-        return wrong
-
-    assert run_ranks(save_and_load, 2) == [[], []]
+    wraps: list[Wrap] = [lambda part: part, checkpoint_wrapper, lambda part: ModelWrapper(compiled(part))]
+    for at, wrap in enumerate(wraps):
+        model, optimizer = boosted(wrap, at)
+        trained(model, optimizer)
+        save_checkpoint(tmp_path / str(at), model, optimizer)
+        assert set(read_manifest(tmp_path / str(at)).tensors) == OWN
+        again, its_optimizer = boosted(wraps[at - 1], 5)
+        load_checkpoint(tmp_path / str(at), compiled(again), its_optimizer)
+        check_same(whole(model, optimizer), whole(again, its_optimizer))

@@ -16,7 +16,8 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, read_manifest, save_checkpoint
 from lowlevel_zero.layout import layout_of
-from tests.support.checkpoints import differences, logged
+from tests.support.checkpoints import check_same, logged
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks
 from tests.support.saving import Calls, Make, adamw, check_refused, held, linear, momentum, train
 
@@ -88,8 +89,7 @@ def test_two_optimizers_go_on_from_one_checkpoint_at_any_number_of_ranks(world_s
     """Bit for bit with the same ranks, whether they come in a dict or in a list, saved at once or by a thread."""
     folder, at_save, later, _ = saved
 
-    def load(rank: int, world_size: int) -> list[str]:
-        wrong = []
+    def load(rank: int, world_size: int) -> None:
         for path in ("dict", "list"):
             again = Trio(1 + rank)
             optimizers: Any = again.as_list if path == "list" else again.as_dict
@@ -98,13 +98,12 @@ def test_two_optimizers_go_on_from_one_checkpoint_at_any_number_of_ranks(world_s
             schedulers = (None, again.decay) if path == "list" else {"muon": None, "adamw": again.decay}
             extra = load_checkpoint(folder / path, again.model, optimizers, scheduler=schedulers)
             assert extra == (3 if path == "dict" else None)
-            wrong += differences(at_save, again.whole(), at=path)
+            check_same(at_save, again.whole(), at=path)
             again.train(range(3, 5), rank, world_size)
             if world_size == 3:
-                wrong += differences(later, again.whole(), at=f"{path}, later")
-        return wrong
+                check_same(later, again.whole(), at=f"{path}, later")
 
-    assert run_ranks(load, world_size) == [[]] * world_size
+    run_ranks(load, world_size)
 
 
 def test_a_checkpoint_of_several_consolidates_and_is_described(
@@ -114,8 +113,8 @@ def test_a_checkpoint_of_several_consolidates_and_is_described(
     for kind, expected in (("dict", {"adamw": adamw, "muon": muon}), ("list", [muon, adamw])):
         out = tmp_path / f"{kind} whole"
         assert main(["consolidate", str(folder / kind), str(out)]) == 0
-        assert differences(model, load_file(out / "model.safetensors")) == []
-        assert differences(expected, torch.load(out / "optimizer.pt", weights_only=True)) == []
+        whole = load_file(out / "model.safetensors"), torch.load(out / "optimizer.pt", weights_only=True)
+        check_same((model, expected), whole)
     capsys.readouterr()
     assert main(["inspect", "--json", str(folder / "dict")]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -137,91 +136,84 @@ def test_a_checkpoint_of_several_consolidates_and_is_described(
     assert "  scheduler   adamw step_size, " in people
 
 
-def test_what_does_not_fit_together_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> None:
-        trio = Trio(0).train(range(1), rank, world_size)
-        both: Any = trio.as_dict
-        save_checkpoint(tmp_path / "dict", trio.model, both)
-        save_checkpoint(tmp_path / "list", trio.model, trio.as_list)
-        other, single = linear()
-        save_checkpoint(tmp_path / "one", other, [single])
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        apart = linear(dp_process_group=alone)[1]
+@on_ranks(2)
+def test_what_does_not_fit_together_is_refused_by_name_and_changes_nothing(rank: int, tmp_path: Path) -> None:
+    trio = Trio(0).train(range(1), rank, 2)
+    both: Any = trio.as_dict
+    save_checkpoint(tmp_path / "dict", trio.model, both)
+    save_checkpoint(tmp_path / "list", trio.model, trio.as_list)
+    other, single = linear()
+    save_checkpoint(tmp_path / "one", other, [single])
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    apart = linear(dp_process_group=alone)[1]
 
-        def save(optimizer: Any, scheduler: Any = None) -> None:
-            save_checkpoint(tmp_path / "new", trio.model, optimizer, scheduler=scheduler)
+    def save(optimizer: Any, scheduler: Any = None) -> None:
+        save_checkpoint(tmp_path / "new", trio.model, optimizer, scheduler=scheduler)
 
-        def load(name: str, optimizer: Any, scheduler: Any = None) -> None:
-            load_checkpoint(tmp_path / name, trio.model, optimizer, scheduler=scheduler)
+    def load(name: str, optimizer: Any, scheduler: Any = None) -> None:
+        load_checkpoint(tmp_path / name, trio.model, optimizer, scheduler=scheduler)
 
-        others = Trio(1, torch.optim.RMSprop)
-        before = trio.whole(), others.whole()
-        of_dict = "ValueError: optimizer: expected a dict of optimizers by 'adamw', 'muon', with which the checkpoint"
-        schedulers = "ValueError: scheduler: expected a dict of schedulers by 'adamw', 'muon', as optimizer is, got"
-        other_class = "ValueError: optimizer['adamw']: expected the state of this class of optimizer"
-        calls: Calls = {
-            "ValueError: 1.weight: expected one optimizer that trains it, got optimizer[0] and optimizer[1]": (
-                lambda: save([trio.muon, trio.muon])
-            ),
-            "TypeError: optimizer[1]: expected a LowLevelZeroOptimizer, got AdamW": (
-                lambda: save([trio.muon, trio.adamw.optim])
-            ),
-            "TypeError: optimizer: expected names as keys, got a int, 1": lambda: save({1: trio.muon, 2: trio.adamw}),
-            "TypeError: optimizer: expected a LowLevelZeroOptimizer, got list": lambda: save([]),
-            "ValueError: optimizer: expected optimizers over the same ranks": lambda: save([trio.muon, apart]),
-            f"{schedulers} one scheduler": lambda: save(both, trio.decay),
-            f"{schedulers} a list of 2": lambda: save(both, [None, trio.decay]),
-            f"{schedulers} a dict of": lambda: save(both, {"sgd": trio.decay}),
-            "ValueError: scheduler: expected a list of 2 schedulers, as optimizer is, got one scheduler": (
-                lambda: save(trio.as_list, [trio.decay])
-            ),
-            "RuntimeError: expected the same call on every rank, got rank 0 to save a checkpoint to": (
-                lambda: save(both if rank else trio.as_list)
-            ),
-            ("TypeError: optimizer['muon']: expected a Low", "RuntimeError: rank 0 could not save a checkpoint to"): (
-                lambda: save(both if rank else {**both, "muon": "not one"})
-            ),
-            f"{of_dict} was saved, got a list of 2": lambda: load("dict", trio.as_list),
-            "ValueError: optimizer: expected a list of 2 optimizers, with which the checkpoint was saved, got a dict": (
-                lambda: load("list", both)
-            ),
-            f"{of_dict} was saved, got a dict of optimizers by 'muon', 'sgd'": (
-                lambda: load("dict", {"muon": trio.muon, "sgd": trio.adamw})
-            ),
-            f"{of_dict} was saved, got a dict of optimizers by 'muon':": lambda: load("dict", {"muon": trio.muon}),
-            "ValueError: optimizer[0]: expected 2 param groups, got 1": lambda: load("list", trio.as_list[::-1]),
-            f"{of_dict} was saved, got one": lambda: load("dict", trio.adamw),
-            "ValueError: optimizer: expected one optimizer, with which the checkpoint was saved, got a dict": (
-                lambda: load("one", both)
-            ),
-            f"{other_class}, RMSprop, got that of AdamW": (
-                lambda: load_checkpoint(tmp_path / "dict", others.model, others.as_dict)
-            ),
-            "ValueError: scheduler['adamw']: ": lambda: load("dict", both, {"adamw": trio.decay}),
-        }
-        check_refused(calls, rank)
-        assert differences(before, (trio.whole(), others.whole())) == []
-        load_checkpoint(tmp_path / "one", other, single)
-
-    run_ranks(run, 2)
+    others = Trio(1, torch.optim.RMSprop)
+    before = trio.whole(), others.whole()
+    of_dict = "ValueError: optimizer: expected a dict of optimizers by 'adamw', 'muon', with which the checkpoint"
+    schedulers = "ValueError: scheduler: expected a dict of schedulers by 'adamw', 'muon', as optimizer is, got"
+    other_class = "ValueError: optimizer['adamw']: expected the state of this class of optimizer"
+    calls: Calls = {
+        "ValueError: 1.weight: expected one optimizer that trains it, got optimizer[0] and optimizer[1]": (
+            lambda: save([trio.muon, trio.muon])
+        ),
+        "TypeError: optimizer[1]: expected a LowLevelZeroOptimizer, got AdamW": (
+            lambda: save([trio.muon, trio.adamw.optim])
+        ),
+        "TypeError: optimizer: expected names as keys, got a int, 1": lambda: save({1: trio.muon, 2: trio.adamw}),
+        "TypeError: optimizer: expected a LowLevelZeroOptimizer, got list": lambda: save([]),
+        "ValueError: optimizer: expected optimizers over the same ranks": lambda: save([trio.muon, apart]),
+        f"{schedulers} one scheduler": lambda: save(both, trio.decay),
+        f"{schedulers} a list of 2": lambda: save(both, [None, trio.decay]),
+        f"{schedulers} a dict of": lambda: save(both, {"sgd": trio.decay}),
+        "ValueError: scheduler: expected a list of 2 schedulers, as optimizer is, got one scheduler": (
+            lambda: save(trio.as_list, [trio.decay])
+        ),
+        "RuntimeError: expected the same call on every rank, got rank 0 to save a checkpoint to": (
+            lambda: save(both if rank else trio.as_list)
+        ),
+        ("TypeError: optimizer['muon']: expected a Low", "RuntimeError: rank 0 could not save a checkpoint to"): (
+            lambda: save(both if rank else {**both, "muon": "not one"})
+        ),
+        f"{of_dict} was saved, got a list of 2": lambda: load("dict", trio.as_list),
+        "ValueError: optimizer: expected a list of 2 optimizers, with which the checkpoint was saved, got a dict": (
+            lambda: load("list", both)
+        ),
+        f"{of_dict} was saved, got a dict of optimizers by 'muon', 'sgd'": (
+            lambda: load("dict", {"muon": trio.muon, "sgd": trio.adamw})
+        ),
+        f"{of_dict} was saved, got a dict of optimizers by 'muon':": lambda: load("dict", {"muon": trio.muon}),
+        "ValueError: optimizer[0]: expected 2 param groups, got 1": lambda: load("list", trio.as_list[::-1]),
+        f"{of_dict} was saved, got one": lambda: load("dict", trio.adamw),
+        "ValueError: optimizer: expected one optimizer, with which the checkpoint was saved, got a dict": (
+            lambda: load("one", both)
+        ),
+        f"{other_class}, RMSprop, got that of AdamW": (
+            lambda: load_checkpoint(tmp_path / "dict", others.model, others.as_dict)
+        ),
+        "ValueError: scheduler['adamw']: ": lambda: load("dict", both, {"adamw": trio.decay}),
+    }
+    check_refused(calls, rank)
+    check_same(before, (trio.whole(), others.whole()))
+    load_checkpoint(tmp_path / "one", other, single)
     assert not (tmp_path / "new").exists()
 
 
-def test_parameters_that_no_optimizer_trains_are_named(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_parameters_that_no_optimizer_trains_are_named(rank: int, tmp_path: Path) -> None:
     """And they are saved. A frozen one is nobody's mistake."""
-
-    def save(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-        trio = Trio(0)
-        with logged() as of_both:
-            save_checkpoint(tmp_path / "both", trio.model, trio.as_list)
-        with logged() as of_one:
-            save_checkpoint(tmp_path / "one", trio.model, trio.adamw, exclude_frozen=True)
-        return of_both, of_one
-
-    (nothing, of_first), (also, of_second) = run_ranks(save, 2)
-    assert nothing == also == of_second == []
-    assert len(of_first) == 1
-    assert "no optimizer that was given trains 1.weight, ... (2 parameters that require gradients)" in of_first[0]
+    trio = Trio(0)
+    with logged() as lines:
+        save_checkpoint(tmp_path / "both", trio.model, trio.as_list)
+        assert lines == []
+        save_checkpoint(tmp_path / "one", trio.model, trio.adamw, exclude_frozen=True)
+    told = "no optimizer that was given trains 1.weight, ... (2 parameters that require gradients)"
+    assert [told in line for line in lines] == [True] * (rank == 0)
     manifest = read_manifest(tmp_path / "one")
     assert list(manifest.excluded) == ["3.weight", "3.bias"]
     assert manifest.tensors["1.weight"].kind == "untrained"
@@ -241,16 +233,16 @@ def test_experts_of_several_optimizers_are_all_in_it(tmp_path: Path) -> None:
             optimizers[name] = LowLevelZeroOptimizer(make([shared, own]), {groups[rank % 2]: [own]}, model=model)
         return model, optimizers
 
-    def run(rank: int, world_size: int) -> list[str]:
+    def run(rank: int, world_size: int) -> None:
         model, optimizers = start(rank, 0)
         train(model, *optimizers.values(), steps=2, scale=rank)
         save_checkpoint(tmp_path / "a", model, optimizers)
         other, its_optimizers = start(rank, 9)
         other.experts[str(rank % 2)].load.fill_(7.0)
         load_checkpoint(tmp_path / "a", other, its_optimizers)
-        return differences(held(model, *optimizers.values()), held(other, *its_optimizers.values()))
+        check_same(held(model, *optimizers.values()), held(other, *its_optimizers.values()))
 
-    assert run_ranks(run, 4) == [[]] * 4
+    run_ranks(run, 4)
     assert main(["consolidate", str(tmp_path / "a"), str(tmp_path / "out")]) == 0
     whole = load_file(tmp_path / "out" / "model.safetensors")
     assert {"experts.0.load", "experts.1.load", "experts.0.weight", "experts.1.bias"} <= whole.keys()
@@ -292,7 +284,7 @@ def test_states_in_a_dict_go_to_another_number_of_ranks_and_are_consolidated(spl
     assert after_one[0]["momenta"]["fast"].unique().tolist() == [1.0]
     assert main(["consolidate", str(tmp_path / "step"), str(tmp_path / "out")]) == 0
     got = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
-    assert not differences(after_one, got["state"])
+    check_same(after_one, got["state"])
     for saved, world_size in ((tmp_path / "step", 1), (tmp_path / "step", 3), (got, 3)):
         resumed = run_ranks(work, world_size, saved)[-1]
         assert resumed["steps"] == 2

@@ -20,7 +20,8 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.checksum import FileSum
-from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, differences
+from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, check_same
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import groups
 from tests.support.ranks import run_ranks
 from tests.support.saving import Calls, Keeping, adamw, check_refused, held, linear, names_in, refused, train, wrapped
@@ -54,7 +55,7 @@ def load_refused(paths: list[Path], **options: Any) -> list[list[str]]:
         for path in paths:
             load = partial(load_checkpoint, path, pair.model, pair.optimizer, scheduler=schedule, **options)
             said.append(refused(load))
-            assert differences(before, pair.whole()) == []
+            check_same(before, pair.whole())
             assert schedule.state_dict() == before_schedule
         return said
 
@@ -92,27 +93,24 @@ def test_a_flipped_byte_and_a_missing_end_are_noticed_in_every_file(saved: Path,
     assert all("__1_0.distcp has" in line for line in said)
 
 
+@on_ranks(2)
 def test_what_can_not_be_read_to_its_end_raises_on_all_ranks_and_another_load_mends_it(
-    saved: Path, tmp_path: Path
+    rank: int, saved: Path, tmp_path: Path
 ) -> None:
-    garbled = copytree(saved, tmp_path / "garbled")
-    places = [place for index, place in read_metadata(saved).storage_data.items() if index.fqn.startswith("model.")]
-    with (garbled / "__1_0.distcp").open("rb+") as file:
-        for place in places:
-            if place.relative_path == "__1_0.distcp":
+    garbled = tmp_path / "garbled"
+    if rank == 0:
+        copytree(saved, garbled)
+        places = [place for at, place in read_metadata(saved).storage_data.items() if at.fqn.startswith("model.")]
+        with (garbled / "__1_0.distcp").open("rb+") as file:
+            for place in (place for place in places if place.relative_path == "__1_0.distcp"):
                 file.seek(place.offset)
                 file.write(bytes(place.length))
-
-    def load(rank: int, world_size: int) -> str:
-        pair, other = (Training().start().train(steps, rank, world_size) for steps in (AFTER, BEFORE))
-        said = refused(partial(load_checkpoint, garbled, pair.model, pair.optimizer, verify=False))
-        for each in (pair, other):
-            load_checkpoint(saved, each.model, each.optimizer)
-        assert differences(other.whole(), pair.whole()) == []
-        return said
-
-    for said in run_ranks(load, 2):
-        assert "hold a part of it by now, so load a checkpoint before going on" in said
+    pair, other = (Training().start().train(steps, rank, 2) for steps in (AFTER, BEFORE))
+    told = refused(partial(load_checkpoint, garbled, pair.model, pair.optimizer, verify=False))
+    assert "hold a part of it by now, so load a checkpoint before going on" in told
+    for each in (pair, other):
+        load_checkpoint(saved, each.model, each.optimizer)
+    check_same(other.whole(), pair.whole())
 
 
 class Trap:
@@ -189,7 +187,8 @@ def test_what_is_not_a_checkpoint_is_refused_and_told_from_one(saved: Path, tmp_
 # Another model's
 
 
-def test_another_model_is_refused_by_the_first_name_that_differs(saved: Path) -> None:
+@on_ranks(2)
+def test_another_model_is_refused_by_the_first_name_that_differs(rank: int, saved: Path) -> None:
     def surplus(model: Any) -> None:
         model.register_parameter("added", nn.Parameter(torch.zeros(3)))
 
@@ -222,79 +221,70 @@ def test_another_model_is_refused_by_the_first_name_that_differs(saved: Path) ->
         (moved, "one: expected it in param group 0, which was saved without it"),
     ]
 
-    def load(rank: int, world_size: int) -> None:
-        for change, expected in cases:
-            model = Training().run.model()
-            change(model)
-            members = moved(model) if change is moved else groups(model)
-            optimizer = LowLevelZeroOptimizer(adamw(members), model=model)
-            before = held(model, optimizer)
-            line = refused(partial(load_checkpoint, saved, model, optimizer))
-            assert line.startswith(f"ValueError: {expected}"), line
-            assert differences(before, held(model, optimizer)) == []
-
-    run_ranks(load, 2)
+    for change, expected in cases:
+        model = Training().run.model()
+        change(model)
+        members = moved(model) if change is moved else groups(model)
+        optimizer = LowLevelZeroOptimizer(adamw(members), model=model)
+        before = held(model, optimizer)
+        line = refused(partial(load_checkpoint, saved, model, optimizer))
+        assert line.startswith(f"ValueError: {expected}"), line
+        check_same(before, held(model, optimizer))
 
 
 # What can't be saved
 
 
-def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(rank: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
+    pair = Training().start()
+    model, optimizer, bare, path = pair.model, pair.optimizer, pair.optimizer.optim, tmp_path / "a"
+    schedule = schedule_of(pair)
+    schedule.where = tmp_path  # part of its state dict
+    ambiguous = wrapped(nn.Sequential(nn.Linear(2, 2), Keeping({"a.b": 1, "a": {"b": 2}})))
+    with_schedule = linear()
+    with_schedule[1].param_groups[0]["schedule"] = schedule_of
+    unknown: Any = None if rank else path
 
-    def run(rank: int, world_size: int) -> None:
-        pair = Training().start()
-        model, optimizer, bare, path = pair.model, pair.optimizer, pair.optimizer.optim, tmp_path / "a"
-        schedule = schedule_of(pair)
-        schedule.where = tmp_path  # part of its state dict
-        ambiguous = wrapped(nn.Sequential(nn.Linear(2, 2), Keeping({"a.b": 1, "a": {"b": 2}})))
-        with_schedule = linear()
-        with_schedule[1].param_groups[0]["schedule"] = schedule_of
-        unknown: Any = None if rank else path
+    def save(to: Path = path, model: Any = model, optimizer: Any = optimizer, **options: Any) -> None:
+        save_checkpoint(to, model, optimizer, **options)
 
-        def save(to: Path = path, model: Any = model, optimizer: Any = optimizer, **options: Any) -> None:
-            save_checkpoint(to, model, optimizer, **options)
-
-        calls: Calls = {
-            "TypeError: extra: expected what torch.load(weights_only=True) takes": lambda: save(extra=Path("x")),
-            ("RuntimeError: rank 1 could not save a checkpoint to", "TypeError: extra: expected what"): (
-                lambda: save(extra=Path("x") if rank else 3)
-            ),
-            "TypeError: scheduler['where']: expected what": lambda: save(scheduler=schedule),
-            "ValueError: model: expected all parameters of the optimizer": lambda: save(model=nn.Linear(2, 2)),
-            "TypeError: optimizer: expected a LowLevelZeroOptimizer, got AdamW": lambda: save(optimizer=bare),
-            "TypeError: model: expected a torch.nn.Module": lambda: save(model=optimizer),
-            "ValueError: keep: expected a number of checkpoints": lambda: save(keep=0),
-            "RuntimeError: expected the same call on every rank, got rank 0 to save a checkpoint to": (
-                lambda: save(tmp_path / f"rank{rank}")
-            ),
-            f"NotADirectoryError: {tmp_path}/file: expected": lambda: save(tmp_path / "file"),
-            f"NotADirectoryError: {tmp_path}/file/a: expected": lambda: save(tmp_path / "file" / "a"),
-            "TypeError: param_groups[0]['schedule']: expected what": lambda: save_checkpoint(path, *with_schedule),
-            "a.b: expected one value of this name, got two": lambda: save_checkpoint(path, *ambiguous),
-            ("RuntimeError: rank 1 could not save", "TypeError: expected str"): lambda: save(unknown),
-            ("RuntimeError: rank 1 could not load", "TypeError: expected str"): (
-                lambda: load_checkpoint(unknown, model, optimizer)
-            ),
-        }
-        check_refused(calls, rank)
-
-    run_ranks(run, 2)
+    calls: Calls = {
+        "TypeError: extra: expected what torch.load(weights_only=True) takes": lambda: save(extra=Path("x")),
+        ("RuntimeError: rank 1 could not save a checkpoint to", "TypeError: extra: expected what"): (
+            lambda: save(extra=Path("x") if rank else 3)
+        ),
+        "TypeError: scheduler['where']: expected what": lambda: save(scheduler=schedule),
+        "ValueError: model: expected all parameters of the optimizer": lambda: save(model=nn.Linear(2, 2)),
+        "TypeError: optimizer: expected a LowLevelZeroOptimizer, got AdamW": lambda: save(optimizer=bare),
+        "TypeError: model: expected a torch.nn.Module": lambda: save(model=optimizer),
+        "ValueError: keep: expected a number of checkpoints": lambda: save(keep=0),
+        "RuntimeError: expected the same call on every rank, got rank 0 to save a checkpoint to": (
+            lambda: save(tmp_path / f"rank{rank}")
+        ),
+        f"NotADirectoryError: {tmp_path}/file: expected": lambda: save(tmp_path / "file"),
+        f"NotADirectoryError: {tmp_path}/file/a: expected": lambda: save(tmp_path / "file" / "a"),
+        "TypeError: param_groups[0]['schedule']: expected what": lambda: save_checkpoint(path, *with_schedule),
+        "a.b: expected one value of this name, got two": lambda: save_checkpoint(path, *ambiguous),
+        ("RuntimeError: rank 1 could not save", "TypeError: expected str"): lambda: save(unknown),
+        ("RuntimeError: rank 1 could not load", "TypeError: expected str"): (
+            lambda: load_checkpoint(unknown, model, optimizer)
+        ),
+    }
+    check_refused(calls, rank)
     assert names_in(tmp_path) == {"file"}
 
 
-def test_one_rank_alone_and_those_who_train_on_are_told_of_each_other(tmp_path: Path) -> None:
-    def lonely(rank: int, world_size: int) -> list[str]:
-        pair, told = linear(), []
-        for call in (save_checkpoint, load_checkpoint):
-            told.append(refused(partial(call, tmp_path / "a", *pair) if rank == 1 else partial(train, *pair)))
-            pair[1].zero_grad()
-            path = tmp_path / call.__name__
-            save_checkpoint(path, *pair)
-            load_checkpoint(path, *pair)
-        return told
-
-    for saving, loading in run_ranks(lonely, 2):
-        expected = "RuntimeError: expected the same call on every rank, got rank 0 to step; rank 1 to "
-        assert saving.startswith(f"{expected}save a checkpoint to {tmp_path / 'a'}: let every rank")
-        assert loading.startswith(expected)
+@on_ranks(2)
+def test_one_rank_alone_and_those_who_train_on_are_told_of_each_other(rank: int, tmp_path: Path) -> None:
+    pair, told = linear(), []
+    for call in (save_checkpoint, load_checkpoint):
+        told.append(refused(partial(call, tmp_path / "a", *pair) if rank == 1 else partial(train, *pair)))
+        pair[1].zero_grad()
+        path = tmp_path / call.__name__
+        save_checkpoint(path, *pair)
+        load_checkpoint(path, *pair)
+    expected = "RuntimeError: expected the same call on every rank, got rank 0 to step; rank 1 to "
+    assert told[0].startswith(f"{expected}save a checkpoint to {tmp_path / 'a'}: let every rank")
+    assert told[1].startswith(expected)

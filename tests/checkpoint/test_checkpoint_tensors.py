@@ -1,19 +1,27 @@
-"""Boxes: a range of a flat tensor is few rectangles of the N-D one, each element once, whatever the memory order."""
+"""How tensors lie in files: ranges of flat ones as rectangles, each element once, and in the bytes of torch.save."""
 
 from __future__ import annotations
 
 import copy
+import io
 import math
+from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
+from lowlevel_zero.checkpoint.tensor_bytes import TensorBytes, head_length, memory_of
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state.boxes import Blocks, Box, BoxedTensor, boxes_of
 
 ALONE = EvenSplit(numel=1, world_size=1)
+# A range is few rectangles, whatever the memory order
+
+
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
@@ -83,3 +91,40 @@ def test_a_rank_without_elements_has_no_block() -> None:
     """Also where the last block isn't full."""
     blocks = Blocks(EvenSplit(numel=10, world_size=4, multiple=4), size=4)
     assert [blocks.span(rank) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+
+
+# Bytes: torch reads them, and their number is known beforehand
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint16, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_reads_any_dtype_in_any_memory_order(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (7,), (3, 5), (2, 3, 4), (0, 3)):
+        for order in permutations(range(len(shape))):
+            flat = torch.arange(torch.Size(shape).numel()).remainder(2).to(dtype)
+            tensor = flat.view(shape).permute(order)
+            layout = TensorBytes(dtype, tensor.shape, tensor.stride())
+            data = layout.head() + memory_of(flat)
+            assert len(layout.head()) == head_length(dtype, len(shape))
+            assert len(data) == layout.length
+            read = torch.load(io.BytesIO(data), weights_only=True)
+            assert (read.dtype, read.shape, read.stride()) == (dtype, tensor.shape, tensor.stride())
+            assert torch.equal(elements(read), elements(tensor))
+
+
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the elements, row by row; not all dtypes compare."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_a_tensor_of_more_than_4_gib(tmp_path: Path) -> None:
+    """Its file takes no room on the disk, and its values aren't read."""
+    layout = TensorBytes(torch.uint8, (2**32 + 8,), (1,))
+    with (tmp_path / "large").open("wb") as file:
+        file.write(layout.head())
+        file.truncate(layout.length)
+    with (tmp_path / "large").open("rb") as file, FakeTensorMode():
+        read = torch.load(file, map_location="cpu", weights_only=True)
+    assert (read.shape, read.dtype) == ((2**32 + 8,), torch.uint8)
