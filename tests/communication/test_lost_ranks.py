@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -10,12 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,8 +23,11 @@ from lowlevel_zero.communication import failed_ranks, process_groups, processes
 from lowlevel_zero.communication.failed_ranks import LostRank, lost_rank_error
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.mortal import BACKWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
-from tests.support.ranks import Raised, run_ranks, run_ranks_losing
-from tests.support.warm_up import warm_up
+from tests.support.on_ranks import on_ranks
+from tests.support.patching import patch_rank
+from tests.support.ranks import Raised, run_ranks_losing
+from tests.support.saving import train
+from tests.support.ways import by
 
 STEPS = 3
 ALONE = "lost rank {}, whose process has ended. If that rank ran out of batches, give every rank the same number"
@@ -35,10 +36,6 @@ AMONG_OTHERS = r"lost ranks? ([\d, ]*, )?{}\b.*, whose process(es have| has) end
 
 
 WIRES = ("shared memory", "messages")
-
-
-def by(wires: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", str(int(wires == "shared memory")))
 
 
 # ---- it is killed ----
@@ -88,16 +85,10 @@ DEATHS: list[tuple[str, int, int, Callable[[], dict[str, Any]], str]] = [
 
 @pytest.mark.parametrize(("place", "lost", "ranks", "options", "wires"), DEATHS)
 def test_all_others_end_by_an_error_that_names_it(
-    place: str,
-    lost: int,
-    ranks: int,
-    options: Callable[[], dict[str, Any]],
-    wires: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    place: str, lost: int, ranks: int, options: Callable[[], dict[str, Any]], wires: str, tmp_path: Path
 ) -> None:
-    by(wires, monkeypatch)
-    raised = run_ranks_losing(mortal(lost, place, options), ranks, lost, tmp_path)
+    with by(wires):
+        raised = run_ranks_losing(mortal(lost, place, options), ranks, lost, tmp_path)
     check(raised, lost, "RuntimeError" if place == SAVE else "LostRank")
     assert latest(tmp_path) is None
 
@@ -112,13 +103,6 @@ def kill_before(act: Callable[[Any, Path], object]) -> Callable[[int, int, Path]
     return run
 
 
-def test_an_agreement(tmp_path: Path) -> None:
-    agree = kill_before(lambda optimizer, _: optimizer.shard_group.all_reduce_max([1]))
-    raised = run_ranks_losing(agree, 3, 1, tmp_path)
-    check(raised, 1)
-    assert all(error.message.startswith("all_reduce_max, in the agreement ") for error in raised.values())
-
-
 def test_a_save_is_broken_off_before_its_time(tmp_path: Path) -> None:
     began = time.monotonic()
     save = kill_before(lambda optimizer, folder: save_checkpoint(folder / "a", optimizer.model, optimizer))
@@ -130,66 +114,36 @@ def test_a_save_is_broken_off_before_its_time(tmp_path: Path) -> None:
 
 def test_once_a_rank_is_lost_nothing_is_waited_for(tmp_path: Path) -> None:
     def again(optimizer: Any, _: Path) -> None:
-        with pytest.raises(LostRank) as first:
+        with pytest.raises(LostRank, match="^all_reduce_max, in the agreement ") as first:
             optimizer.shard_group.all_reduce_max([1])
         with pytest.raises(LostRank, match="agreement") as second:
             optimizer.shard_group.from_rank_zero([1])
         assert str(first.value) == str(second.value)
         raise first.value
 
-    check(run_ranks_losing(kill_before(again), 2, 1, tmp_path), 1)
+    check(run_ranks_losing(kill_before(again), 3, 1, tmp_path), 1)
 
 
 # ---- it ends: it has run out of batches, or has failed, and the others are told what to do in both cases ----
 
 LOST = re.compile(r"expected all ranks, lost (the connection to )?ranks? ([02], )?1\b")
 REMEDIES = "If that rank ran out of batches, give every rank the same number", "start all ranks again"
-TIMEOUT = 60.0
-
-
-def train(rank: int, world_size: int, leave: Callable[[], None], folder: Path) -> None:
-    """Rank 1 has two batches, the others have four, and write down what they are told."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
-    model, _, optimizer = build()
-    try:
-        for step in range(2 if rank == 1 else 4):
-            optimizer.backward(loss_of(model, step, rank, world_size))
-            optimizer.step()
-            optimizer.zero_grad()
-    except LostRank as error:
-        (folder / str(rank)).write_text(str(error))
-        raise
-    if rank == 1:
-        leave()
-
-
-def told(leave: Callable[[], None], folder: Path) -> list[str]:
-    """Return what ranks 0 and 2 are told when rank 1 leaves by ``leave``; nobody catches its error."""
-    warm_up()
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=train, args=(rank, 3, leave, folder)) for rank in range(3)]
-    for each in ranks:
-        each.start()
-    deadline = time.monotonic() + TIMEOUT
-    for each in ranks:
-        each.join(deadline - time.monotonic())
-        each.kill()
-    return [(folder / str(rank)).read_text() for rank in (0, 2)]
 
 
 def at_once() -> None:
     """The process ends with its group."""
+    raise SystemExit("the end")
 
 
 def at_leisure() -> None:
     """It destroys its group, as scripts do in the end, and has something else to do for a while."""
     dist.destroy_process_group()
     time.sleep(2)
+    raise SystemExit("the end")
 
 
 def fail() -> None:
-    raise ValueError("a mistake")
+    raise ValueError("the end")
 
 
 def fail_and_destroy() -> None:
@@ -199,42 +153,43 @@ def fail_and_destroy() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("wires", WIRES)
-@pytest.mark.parametrize("leave", [at_once, at_leisure, fail, fail_and_destroy])
-def test_a_rank_that_ends_is_named(
-    leave: Callable[[], None], wires: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by(wires, monkeypatch)
-    for message in told(leave, tmp_path):
-        assert LOST.search(message), message
-        assert all(remedy in message for remedy in REMEDIES)
+@pytest.mark.parametrize(
+    ("leave", "wires"), [*product([at_once, at_leisure], WIRES), (fail, WIRES[0]), (fail_and_destroy, WIRES[1])]
+)
+def test_a_rank_that_ends_is_named(leave: Callable[[], None], wires: str) -> None:
+    def run(rank: int, world_size: int) -> None:
+        model, _, optimizer = build()
+        train(model, optimizer, steps=2)
+        if rank == 1:
+            leave()
+        train(model, optimizer, steps=2)
+
+    with by(wires):
+        raised = run_ranks_losing(run, 3, 1, how="the end")
+    for error in raised.values():
+        assert error.type == "LostRank"
+        assert LOST.search(error.message), error
+        assert all(remedy in error.message for remedy in REMEDIES)
 
 
 # ---- how it is found ----
 
 
-def test_other_errors_stay_what_they_are() -> None:
-    def look(rank: int, world_size: int) -> list[Any]:
-        ShardGroup()
-        mine = RuntimeError("expected something else")
-        lost_already = LostRank("Connection closed by peer")
-        return [lost_rank_error(error, dist.group.WORLD, "it") for error in (mine, lost_already, ValueError("it"))]
-
-    assert run_ranks(look, 2) == [[None] * 3] * 2
+@on_ranks(2)
+def test_other_errors_stay_what_they_are(rank: int) -> None:
+    ShardGroup()
+    for error in (RuntimeError("expected something else"), LostRank("Connection closed by peer"), ValueError("it")):
+        assert lost_rank_error(error, dist.group.WORLD, "it") is None
 
 
-def test_a_broken_connection_to_a_rank_that_nobody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failed_ranks, "_PATIENCE", 0.05)
-
-    def look(rank: int, world_size: int) -> str:
-        ShardGroup()
-        dist.barrier()
-        told = lost_rank_error(RuntimeError("Connection closed by peer [10.0.0.1]:1"), dist.group.WORLD, "gather 3")
-        assert isinstance(told, LostRank)
-        return str(told)
-
-    for message in run_ranks(look, 2):
-        assert message.startswith("gather 3: expected all ranks, lost the connection to one of them")
+@on_ranks(2)
+def test_a_broken_connection_to_a_rank_that_nobody_sees(rank: int) -> None:
+    patch_rank(failed_ranks, "_PATIENCE", 0.05)
+    ShardGroup()
+    dist.barrier()
+    told = lost_rank_error(RuntimeError("Connection closed by peer [10.0.0.1]:1"), dist.group.WORLD, "gather 3")
+    assert isinstance(told, LostRank)
+    assert str(told).startswith("gather 3: expected all ranks, lost the connection to one of them")
 
 
 def test_a_number_that_another_process_has_now_is_no_sign_of_life() -> None:
@@ -248,26 +203,19 @@ def test_a_number_that_another_process_has_now_is_no_sign_of_life() -> None:
     assert not theirs._replace(space="another host").has_ended()
 
 
-def test_a_rank_that_has_ended_is_found_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(rank: int, _: int) -> list[int]:
-        ShardGroup()
-        own = processes.own_process()
-        known = process_groups.context_of(process_groups.default_group()).processes
-        known.update(dict.fromkeys(range(64), own) | {5: own._replace(began="another's")})
-        monkeypatch.setattr(process_groups, "store_of", None)
-        return failed_ranks.ended_ranks(range(64))
-
-    assert run_ranks(look, 1) == [[5]]
+@on_ranks(1)
+def test_a_rank_that_has_ended_is_found_without_the_store(rank: int) -> None:
+    ShardGroup()
+    own = processes.own_process()
+    known = process_groups.context_of(process_groups.default_group()).processes
+    known.update(dict.fromkeys(range(64), own) | {5: own._replace(began="another's")})
+    patch_rank(process_groups, "store_of", None)
+    assert failed_ranks.ended_ranks(range(64)) == [5]
 
 
-def test_ranks_meet_whatever_their_processes_are_called() -> None:
+@on_ranks(2, timeout=20)
+def test_ranks_meet_whatever_their_processes_are_called(rank: int) -> None:
     """The kernel keeps 15 bytes of a name, and may cut within a character."""
-
-    def train(rank: int, world_size: int) -> bool:
-        Path("/proc/self/comm").write_text("é" * 8 if rank == 1 else "a) b (c")
-        model, _, optimizer = build()
-        optimizer.backward(loss_of(model, 1, rank, world_size))
-        optimizer.step()
-        return processes.own_process().has_ended()
-
-    assert run_ranks(train, 2, timeout=20) == [False, False]
+    Path("/proc/self/comm").write_text("é" * 8 if rank == 1 else "a) b (c")
+    train(*build()[::2])
+    assert not processes.own_process().has_ended()

@@ -166,11 +166,12 @@ def run_cases_expecting(
 
 
 def run_ranks_losing(
-    fn: Callable[..., Any], world_size: int, lost: int, *args: Any, timeout: float = 60.0
+    fn: Callable[..., Any], world_size: int, lost: int, *args: Any, timeout: float = 60.0, how: str = "SIGKILL"
 ) -> dict[int, Raised]:
     """As ``run_ranks``, for an ``fn`` that kills rank ``lost``: return what each other rank raised.
 
-    A rank's process ends as soon as it has raised, since that is what others may be waiting for.
+    A rank's process ends as soon as it has raised, since that is what others may be waiting for. ``how`` is the message
+    of what the lost one raises, where nobody kills it.
 
     Raises:
         AssertionError: a rank returned, or hadn't raised ten seconds after another one had ended.
@@ -179,7 +180,7 @@ def run_ranks_losing(
     assert not ran.stacks, _show(ran.stacks, "was still running, at")
     raised = {rank: outcome.raised for rank, outcome in ran.outcomes.items() if outcome.raised}
     assert len(raised) == world_size, f"ranks that raised: {sorted(raised)}"
-    assert raised.pop(lost).message == "SIGKILL"
+    assert raised.pop(lost).message == how
     return raised
 
 
