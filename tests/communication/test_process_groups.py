@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,12 @@ from lowlevel_zero.communication import process_groups
 from lowlevel_zero.communication.process_groups import side_group
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.deepspeed import full_grads
+from tests.support.checkpoints import check_same
+from tests.support.on_ranks import on_ranks
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_ranks
-from tests.support.several import check_all
+from tests.support.saving import squares, wrapped
+from tests.support.several import of_all
 
 
 def net() -> nn.Sequential:
@@ -69,6 +74,28 @@ class Gossips:
             self.kept.append(dist.new_group([self.rank], backend=backend, use_local_synchronization=True))
 
 
+def users(folder: Path, rank: int, **options: Any) -> Iterator[list[Tensor]]:
+    """One after the other, all that uses process groups beside the caller's; gives what has come of it."""
+    kept: list[Any] = []
+    for _ in range(2):
+        model = net()
+        optimizer = made(model, **options)
+        kept.append((model, optimizer))
+        yield train(model, optimizer, rank)  # with forecasts, from the second step on
+    save_checkpoint(folder / "now", model, optimizer)
+    yield []
+    save_checkpoint(folder / "later", model, optimizer, async_save=True)
+    train(model, optimizer, rank)
+    load_checkpoint(folder / "later", model, optimizer)
+    yield []
+    found = []
+    for model, optimizer in kept:
+        found += train(model, optimizer, rank)
+        optimizer.backward(loss_of(model, 9, rank))
+        found += [grad for grad in full_grads(model).values() if grad is not None]
+    yield found
+
+
 def everything(rank: int, world_size: int, folder: Path, counts: tuple[int, ...]) -> list[Tensor]:
     """Whatever makes process groups, or uses them, with groups of this rank's own made in between."""
     tell_nobody = Gossips(rank, counts)
@@ -82,22 +109,12 @@ def everything(rank: int, world_size: int, folder: Path, counts: tuple[int, ...]
         {"dp_process_group": levels, "partition_grad": True},
         {"dp_process_group": levels[1], "extra_dp_group": levels[0], "communication": Communication(hybrid_shard=True)},
     ]
-    kept = []
     for number, options in enumerate(choices):
         tell_nobody()
-        model = net()
-        optimizer = made(model, **options)
-        tell_nobody()
-        found += train(model, optimizer, rank)
-        optimizer.backward(loss_of(model, 5, rank))
-        found += [grad for grad in full_grads(model).values() if grad is not None]
-        tell_nobody()
-        if options.get("dp_process_group") is not part:  # which torch 2.4 can't load for
-            save_checkpoint(folder / f"{number}", model, optimizer, async_save=number % 2 == 0).wait()
+        parts = 2 if options.get("dp_process_group") is part else None  # torch 2.4 can't load for it
+        for values in islice(users(folder / f"{number}", rank, **options), parts):
+            found += values
             tell_nobody()
-            load_checkpoint(folder / f"{number}", model, optimizer)
-        found += train(model, optimizer, rank, steps=1)
-        kept += [model, optimizer]
     return found
 
 
@@ -109,8 +126,7 @@ def test_what_some_ranks_alone_have_made_does_not_matter(tmp_path: Path, monkeyp
         folder = tmp_path / str(len(found))
         folder.mkdir()
         found.append(run_ranks(everything, 4, folder, counts, timeout=100))
-    for ours, expected in zip(*found, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+    check_same(*found)
 
 
 # ---- how many there are ----
@@ -129,28 +145,6 @@ def _is_socket(path: str) -> bool:
         return os.readlink(path).startswith("socket:")
     except FileNotFoundError:  # what listed them
         return False
-
-
-def users(folder: Path, rank: int, **options: Any) -> Iterator[None]:
-    """One after the other, all that uses process groups beside the caller's."""
-    kept: list[Any] = []
-    for _ in range(2):
-        model = net()
-        optimizer = made(model, **options)
-        kept.append((model, optimizer))
-        train(model, optimizer, rank)  # with forecasts, from the second step on
-        yield
-    save_checkpoint(folder / "now", model, optimizer)
-    yield
-    save_checkpoint(folder / "later", model, optimizer, async_save=True)
-    train(model, optimizer, rank)
-    load_checkpoint(folder / "later", model, optimizer)
-    yield
-    for model, optimizer in kept:
-        train(model, optimizer, rank)
-        optimizer.backward(loss_of(model, 9, rank))
-        full_grads(model)
-    yield
 
 
 @pytest.mark.parametrize(("shared", "beside"), [("1", 1), ("0", 2)], ids=["shared memory", "messages"])
@@ -178,26 +172,20 @@ def test_there_are_as_many_beside_each_of_the_callers_however_many_use_them(
         assert levels == 2 * beside  # of the two; that of all ranks is there
 
 
-def torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks(rank: int) -> None:
     ShardGroup()
     assert dist.distributed_c10d._find_pg_by_ranks_and_tag("", [0, 1]) is dist.group.WORLD
 
 
-def it_has_the_callers_timeout_and_ends_with_all_groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_side_group_has_the_caller_s_timeout_and_ends_with_all_groups(rank: int) -> None:
     side = side_group(dist.new_group([0, 1], timeout=timedelta(seconds=77)))
     assert dist.get_process_group_ranks(side) == [0, 1]
     assert side._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77.0
     dist.barrier()
     dist.destroy_process_group()
     assert groups() == 0
-
-
-def test_a_side_group(subtests: pytest.Subtests) -> None:
-    checks = [
-        torch_gives_a_side_group_to_nobody_who_asks_for_one_of_its_ranks,
-        it_has_the_callers_timeout_and_ends_with_all_groups,
-    ]
-    check_all(checks, 2, subtests)
 
 
 # ---- a communicator of our own ----
@@ -214,127 +202,102 @@ def join_stand_in(rank: int, world_size: int, meeting: Path) -> None:
     dist.init_process_group("cpu:stand_in", f"file://{meeting}", rank=rank, world_size=world_size)
 
 
-def test_what_a_device_reduces_is_not_taken_for_the_callers_own(tmp_path: Path) -> None:
+@on_ranks(2, init=False)
+def test_what_a_device_reduces_is_not_taken_for_the_callers_own(rank: int, tmp_path: Path) -> None:
     """A rank that is ready earlier starts its reduction before the caller's collective, another after it."""
-
-    def mix(rank: int, world_size: int) -> tuple[list[float], float]:
-        join_stand_in(rank, world_size, tmp_path / "meeting")
-        group, callers = ShardGroup(), torch.full((world_size,), 10.0 * (rank + 1))
-        group.connect()
-        buffer = torch.full((world_size, 1), rank + 1.0)
-        early = group.all_reduce(buffer) if rank == 0 else None
-        asked = dist.all_reduce(callers, async_op=True)
-        total = (early or group.all_reduce(buffer)).wait()
-        asked.wait()
-        dist.barrier()
-        return total.flatten().tolist(), callers[0].item()
-
-    assert run_ranks(mix, 2, init=False) == [([3.0, 3.0], 30.0)] * 2
+    join_stand_in(rank, 2, tmp_path / "meeting")
+    group, callers = ShardGroup(), torch.full((2,), 10.0 * (rank + 1))
+    group.connect()
+    buffer = torch.full((2, 1), rank + 1.0)
+    early = group.all_reduce(buffer) if rank == 0 else None
+    asked = dist.all_reduce(callers, async_op=True)
+    assert (early or group.all_reduce(buffer)).wait().flatten().tolist() == [3.0, 3.0]
+    asked.wait()
+    dist.barrier()
+    assert callers[0] == 30.0
 
 
-def test_one_communicator_serves_all_optimizers_and_trains_unless_it_is_given_up(tmp_path: Path) -> None:
-    def count(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, set[str], list[Tensor]]]:
-        join_stand_in(rank, world_size, tmp_path / "meeting")
-        used: list[str] = []
-        for name in ("_broadcast_coalesced", "all_reduce"):
-            collective = getattr(dist, name)
+@on_ranks(2, init=False)
+def test_one_communicator_serves_all_optimizers_and_trains_unless_it_is_given_up(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join_stand_in(rank, 2, tmp_path / "meeting")
+    used: list[str] = []
+    for name in ("_broadcast_coalesced", "all_reduce"):
+        collective = getattr(dist, name)
 
-            def noted(*args: Any, collective: Any = collective, **keywords: Any) -> Any:
-                used.append(keywords.get("group", args[0]).group_name)
-                return collective(*args, **keywords)
+        def noted(*args: Any, collective: Any = collective, **keywords: Any) -> Any:
+            used.append(keywords.get("group", args[0]).group_name)
+            return collective(*args, **keywords)
 
-            monkeypatch.setattr(dist, name, noted)
-        found = []
-        for own in (False, True):
-            before, models = groups(), [net() for _ in range(3)]
-            used.clear()
-            optimizers = [made(model, communication=Communication(own_communicator=own)) for model in models]
-            # The first one's tensors come at construction, where all ranks are: NCCL would begin in a backward else.
-            assert len(set(used)) == 1
-            values = [train(model, optimizer, rank)[0] for model, optimizer in zip(models, optimizers, strict=True)]
-            assert not optimizers[0].shard_group.on_gloo(torch.device("cpu"))
-            found.append((groups() - before, set(used), values))
-        return found
-
-    ranks = run_ranks(count, 2, pytest.MonkeyPatch(), init=False)
-    for given_up, own in ranks:
-        assert given_up[:2] == (1, {"0"})  # one for what hosts tell each other
-        assert own[:2] == (1, {"lowlevel_zero/data/0"})  # and this for buffers
-    first, *others = [values for found in ranks for *_, values in found]
-    for other in others:
-        assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
+        monkeypatch.setattr(dist, name, noted)
+    values = []
+    # One group for what hosts tell each other, and one for buffers where they have one of their own.
+    for own, carries in ((False, "0"), (True, "lowlevel_zero/data/0")):
+        before, models = groups(), [net() for _ in range(3)]
+        used.clear()
+        optimizers = [made(model, communication=Communication(own_communicator=own)) for model in models]
+        # The first one's tensors come at construction, where all ranks are: NCCL would begin in a backward else.
+        assert len(set(used)) == 1
+        values += [train(model, optimizer, rank)[0] for model, optimizer in zip(models, optimizers, strict=True)]
+        assert not optimizers[0].shard_group.on_gloo(torch.device("cpu"))
+        assert (groups() - before, set(used)) == (1, {carries})
+    check_same(values[:1] * 6, values)
+    check_same(*of_all(values))
 
 
+@on_ranks(3, init=False)
 def test_a_part_of_the_ranks_shares_its_communicator_where_it_would_be_split_off_that_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, tmp_path: Path
 ) -> None:
     """As where ``init_process_group`` was given a device: ranks that aren't in the group would have to take part."""
-
-    def look(rank: int, world_size: int) -> list[bool]:
-        join_stand_in(rank, world_size, tmp_path / "meeting")
-        part = dist.new_group([0, 1])
-        if rank == 2:
-            return []
-        found = []
-        for device in (torch.device("cuda", 0), None):
-            bound = SimpleNamespace(bound_device_id=device)
-            monkeypatch.setattr(process_groups, "default_group", lambda bound=bound: bound)
-            found.append(process_groups.data_group(part) is part)
-        return found
-
-    assert run_ranks(look, 3, init=False) == [[True, False], [True, False], []]
+    join_stand_in(rank, 3, tmp_path / "meeting")
+    part = dist.new_group([0, 1])
+    for device in (torch.device("cuda", 0), None) if rank < 2 else ():
+        bound = SimpleNamespace(bound_device_id=device)
+        patch_rank(process_groups, "default_group", lambda bound=bound: bound)
+        assert (process_groups.data_group(part) is part) == (device is not None)
 
 
-def test_hosts_of_a_grid_talk_over_gloo_whatever_carries_buffers(tmp_path: Path) -> None:
+@on_ranks(3, init=False)
+def test_hosts_of_a_grid_talk_over_gloo_whatever_carries_buffers(rank: int, tmp_path: Path) -> None:
     """Also where all ranks of the grid are a part of the world, and have a group that this package makes."""
-
-    def look(rank: int, world_size: int) -> list[set[str]]:
-        join_stand_in(rank, world_size, tmp_path / "meeting")
-        pair = dist.new_group([0, 1])
-        if rank == 2:
-            return []
+    join_stand_in(rank, 3, tmp_path / "meeting")
+    pair = dist.new_group([0, 1])
+    if rank < 2:
         union = process_groups.union_group([0, 1], pair)
-        return [set(process_groups.backends_by_device(each).values()) for each in (union, side_group(union))]
-
-    found = [{"stand_in"}, {"gloo"}]
-    assert run_ranks(look, 3, init=False) == [found, found, []]
+        for group, backend in ((union, "stand_in"), (side_group(union), "gloo")):
+            assert set(process_groups.backends_by_device(group).values()) == {backend}
 
 
-def test_ranks_meet_when_all_wait_at_a_time() -> None:
-    def meet(rank: int, world_size: int) -> int:
-        store = process_groups.store_of(dist.group.WORLD, "meeting")
-        for _ in range(2 if rank == 1 else 0):
-            with pytest.raises(TimeoutError, match="Not there yet: rank 0"):
-                process_groups.await_all(store, [0, 1], timeout=0.0)
-        dist.barrier()
-        for _ in range(3):
-            process_groups.await_all(store, [0, 1], timeout=20.0)
-        return store.add("0/count", 0)
-
-    assert run_ranks(meet, 2) == [1, 1]
+@on_ranks(2)
+def test_ranks_meet_when_all_wait_at_a_time(rank: int) -> None:
+    store = process_groups.store_of(dist.group.WORLD, "meeting")
+    for _ in range(2 if rank == 1 else 0):
+        with pytest.raises(TimeoutError, match="Not there yet: rank 0"):
+            process_groups.await_all(store, [0, 1], timeout=0.0)
+    dist.barrier()
+    for _ in range(3):
+        process_groups.await_all(store, [0, 1], timeout=20.0)
+    assert store.add("0/count", 0) == 1
 
 
 @pytest.mark.parametrize("part", [False, True], ids=["the default group", "a part"])
-def test_a_group_that_is_destroyed_breaks_off_what_no_peer_joins(part: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2, timeout=30)
+def test_a_group_that_is_destroyed_breaks_off_what_no_peer_joins(rank: int, part: bool) -> None:
     """torch forgets the default group's backends before it forgets the group."""
-    monkeypatch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", "0")
-    monkeypatch.setattr(process_groups, "_PATIENCE", 0.5)
-
-    def leave(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-        unraisable: list[str] = []
-        sys.unraisablehook = lambda raised: unraisable.append(f"{raised.exc_value}")
-        model = nn.Linear(64, 64)
-        group = dist.new_group([0, 1]) if part else None
-        optimizer = LowLevelZeroOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model=model, dp_process_group=group
-        )
-        if rank == 0:
-            model(torch.ones(2, 64)).sum().backward()
-            dist.destroy_process_group(group)
-            context = optimizer.shard_group.context
-            context.end_threads(0.0, context.threads)
-        else:
-            time.sleep(1.5)
-        return unraisable, [each.name for each in threading.enumerate() if each.name.startswith("lowlevel_zero")]
-
-    assert run_ranks(leave, 2, timeout=30)[0] == ([], [])
+    os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = "0"
+    patch_rank(process_groups, "_PATIENCE", 0.5)
+    unraisable: list[str] = []
+    sys.unraisablehook = lambda raised: unraisable.append(f"{raised.exc_value}")
+    group = dist.new_group([0, 1]) if part else None
+    model, optimizer = wrapped(nn.Linear(64, 64), dp_process_group=group)
+    if rank == 0:
+        squares(model).backward()
+        dist.destroy_process_group(group)
+        context = optimizer.shard_group.context
+        context.end_threads(0.0, context.threads)
+        assert [each.name for each in threading.enumerate() if each.name.startswith("lowlevel_zero")] == []
+        assert unraisable == []
+    else:
+        time.sleep(1.5)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.grid import Grid
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks
+from tests.support.saving import linear
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 REPOSITORY = Path(__file__).parents[2]
@@ -60,71 +62,42 @@ class Round:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def backward_without_sync(self) -> None:
+        assert self.optimizer is not None
+        with self.optimizer.no_sync():
+            self.backward()
+
+    def fail_in_backward(self) -> None:
+        """On every rank, in the midst of it: the last layers' reductions are under way."""
+
+        def fail(_: Tensor) -> None:
+            raise ZeroDivisionError
+
+        self.model[1].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            self.backward()
+
     def drop(self) -> None:
         self.optimizer = None
 
     def destroy(self) -> None:
         dist.destroy_process_group()
 
-
-# ---- how a round may end ----
-
-
-def drop_and_destroy(one: Round) -> None:
-    one.drop()
-    one.destroy()
-
-
-def destroy_and_drop(one: Round) -> None:
-    one.destroy()
-    one.drop()
-
-
-def between_backward_and_step(one: Round) -> None:
-    one.backward()
-    drop_and_destroy(one)
-
-
-def destroyed_between_backward_and_step(one: Round) -> None:
-    one.backward()
-    destroy_and_drop(one)
-
-
-def inside_no_sync(one: Round) -> None:
-    assert one.optimizer is not None
-    one.backward()
-    with one.optimizer.no_sync():
-        one.backward()
-        drop_and_destroy(one)
-
-
-def after_an_error_in_backward(one: Round) -> None:
-    """On every rank, in the midst of it: the last layers' reductions are under way."""
-
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError
-
-    one.model[1].weight.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        one.backward()
-    drop_and_destroy(one)
-
-
-def kept(one: Round) -> None:
-    """Whoever keeps the optimizer keeps nothing of the group."""
-    one.destroy()
-    KEPT.append(one.optimizer)
+    def keep(self) -> None:
+        """Whoever keeps the optimizer keeps nothing of the group."""
+        KEPT.append(self.optimizer)
 
 
 KEPT: list[Any] = []
+# How a round may end: its calls, one after another.
 ENDS = [
-    drop_and_destroy,
-    destroy_and_drop,
-    between_backward_and_step,
-    destroyed_between_backward_and_step,
-    inside_no_sync,
-    after_an_error_in_backward,
-    kept,
+    (Round.drop, Round.destroy),
+    (Round.destroy, Round.drop),
+    (Round.backward, Round.drop, Round.destroy),
+    (Round.backward, Round.destroy, Round.drop),
+    (Round.backward, Round.backward_without_sync, Round.drop, Round.destroy),
+    (Round.fail_in_backward, Round.drop, Round.destroy),
+    (Round.destroy, Round.keep),
 ]
 CARRIERS = {"shared memory": 2, "messages": 3, "levels by messages": 4, "experts": 4}
 
@@ -149,7 +122,10 @@ def test_nothing_is_left_of_a_round_however_it_ends(carrier: str, tmp_path: Path
         gc.disable()
         found = [held()]
         for number, end in enumerate(ENDS):
-            end(Round(carrier, rank, world_size, tmp_path / str(number)))
+            one = Round(carrier, rank, world_size, tmp_path / str(number))
+            for call in end:
+                call(one)
+            del one
             found.append(held())
         return found
 
@@ -157,30 +133,22 @@ def test_nothing_is_left_of_a_round_however_it_ends(carrier: str, tmp_path: Path
         assert dict(zip(ENDS, others, strict=True)) == dict.fromkeys(ENDS, first)
 
 
-def test_a_group_of_some_ranks_takes_what_was_made_for_it_along() -> None:
+@on_ranks(2)
+def test_a_group_of_some_ranks_takes_what_was_made_for_it_along(rank: int) -> None:
     """Made and destroyed over and over, over the same ranks, while the default group stays."""
-
-    def live(rank: int, world_size: int) -> list[tuple[Counter[str], int]]:
-        found = []
-        for _ in range(4):
-            group = dist.new_group([0, 1])
-            model = nn.Linear(9, 9)
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer = LowLevelZeroOptimizer(sgd, model=model, dp_process_group=group)
-            optimizer.backward(model(torch.ones(9)).sum())
+    found: list[tuple[Counter[str], int]] = []
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        _, optimizer = linear(dp_process_group=group, steps=1)
+        dist.destroy_process_group(group)
+        del group
+        until = time.monotonic() + 5  # threads take a moment to end
+        while (now := held()) != (found or [None])[0] and time.monotonic() < until - (0 if found else 4.5):
+            time.sleep(0.02)
+        found.append(now)
+        with pytest.raises(RuntimeError, match="process group over which .* was constructed, found it destroyed"):
             optimizer.step()
-            dist.destroy_process_group(group)
-            del group
-            until = time.monotonic() + 5  # threads take a moment to end
-            while (now := held()) != (found or [None])[0] and time.monotonic() < until - (0 if found else 4.5):
-                time.sleep(0.02)
-            found.append(now)
-            with pytest.raises(RuntimeError, match="process group over which .* was constructed, found it destroyed"):
-                optimizer.step()
-        return found
-
-    for first, *others in run_ranks(live, 2):
-        assert others == [first] * 3
+    assert found == found[:1] * 4
 
 
 ROUNDS = """
@@ -188,10 +156,12 @@ import os, sys, time
 from pathlib import Path
 from lowlevel_zero.communication.process_groups import context_of, default_group, start_alone
 from lowlevel_zero.communication.work import OnThread, Work
-from tests.communication.test_rounds import Round, destroy_and_drop
+from tests.communication.test_rounds import Round
 child = os.fork()
 for number, carrier in enumerate(("shared memory", "messages", "shared memory", "messages")):
-    destroy_and_drop(Round(carrier, int(child == 0), 2, Path(sys.argv[1], str(number))))
+    one = Round(carrier, int(child == 0), 2, Path(sys.argv[1], str(number)))
+    one.destroy()
+    one.drop()
 start_alone()
 chain = OnThread(context_of(default_group()).threads)
 chain.after(Work(lambda: time.sleep(0.3)), lambda _: Work(print("started", flush=True)))

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.communication import runtime
 from lowlevel_zero.communication.backends import memory_pool, shared_memory
 from lowlevel_zero.communication.backends.backend import Trade
@@ -30,7 +29,10 @@ from lowlevel_zero.communication.processes import own_process
 from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.layout import memory_held
+from tests.support.on_ranks import on_ranks
+from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_ranks, run_ranks_expecting
+from tests.support.saving import Pair, linear, squares, train, wrapped
 from tests.support.several import told
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
@@ -52,73 +54,53 @@ def group_with_wires(shared: bool = True) -> ShardGroup:
     return group
 
 
-def test_an_all_reduce_reads_no_more_with_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(4)
+def test_an_all_reduce_reads_no_more_with_more_ranks(rank: int) -> None:
     """A rank reads at most two buffers' worth, and ends with the exact sum, also where a peer lags."""
-    ranks = 4
+    group, read, trade = group_with_wires(), [], SharedMemory.trade
 
-    def reduce(rank: int, world_size: int) -> tuple[int, Tensor]:
-        group = group_with_wires()
-        read: list[int] = []
-        trade = SharedMemory.trade
+    def noted(self: SharedMemory, what: Trade, act: Any) -> Any:
+        read.append(sum(what.coming) - what.coming[rank])
+        return trade(self, what, act)
 
-        def noted(self: SharedMemory, what: Trade, act: Any) -> Any:
-            read.append(sum(what.coming) - what.coming[rank])
-            return trade(self, what, act)
-
-        monkeypatch.setattr(SharedMemory, "trade", noted)
-        works = []
-        for number in range(3):
-            buffer = group.new_buffer(5, torch.bfloat16, CPU)
-            buffer.copy_(torch.arange(5 * world_size).view(world_size, 5) + rank + number)
-            works.append(group.all_reduce(buffer))
-            time.sleep(0.05 * rank)
-        return sum(read), torch.stack([work.wait() for work in works])
-
-    numel = 5 * ranks
-    for read, totals in run_ranks(reduce, ranks):
-        assert read <= 3 * 2 * numel
-        for number, total in enumerate(totals):
-            exact = sum(torch.arange(numel).view(ranks, 5) + rank + number for rank in range(ranks))
-            assert torch.equal(total, torch.as_tensor(exact).to(torch.bfloat16))
+    patch_rank(SharedMemory, "trade", noted)
+    numbers, works = torch.arange(20).view(4, 5), []
+    for number in range(3):
+        works.append(group.all_reduce(group.new_buffer(5, torch.bfloat16, CPU).copy_(numbers + rank + number)))
+        time.sleep(0.05 * rank)
+    for number, work in enumerate(works):
+        assert torch.equal(work.wait(), (4 * (numbers + number) + 6).to(torch.bfloat16))
+    assert sum(read) <= 3 * 2 * 20
 
 
-def test_a_rank_without_memory_still_hands_on_the_row_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(4, timeout=30)
+def test_a_rank_without_memory_still_hands_on_the_row_that_others_wait_for(rank: int) -> None:
     """What an all-reduce needs is allocated when it starts."""
-
-    def reduce(rank: int, world_size: int) -> Tensor:
-        group = group_with_wires()
-        work = group.all_reduce(group.new_buffer(2, torch.float32, CPU).fill_(rank))
-        if rank == 1:
-            monkeypatch.setattr(Memory, "take", refuse_memory)
-        return work.wait()
 
     def refuse_memory(*_: object) -> Any:
         raise MemoryError
 
-    assert all(torch.equal(total, torch.full((4, 2), 6.0)) for total in run_ranks(reduce, 4, timeout=30))
+    group = group_with_wires()
+    work = group.all_reduce(group.new_buffer(2, torch.float32, CPU).fill_(rank))
+    if rank == 1:
+        patch_rank(Memory, "take", refuse_memory)
+    assert torch.equal(work.wait(), torch.full((4, 2), 6.0))
 
 
-def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2)
+def test_a_step_between_processes_of_one_host_takes_no_collective_of_gloo_s(rank: int) -> None:
     """Its threads have to be woken on every rank, and there are fewer cores than threads."""
 
     def refused(*_: object, **__: object) -> Any:
         raise AssertionError("a collective of gloo's")
 
-    def run(rank: int, world_size: int) -> int:
-        os.environ[SWITCH] = "1"
-        model = nn.Linear(3, 2)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, clip_grad_norm=1.0)
-        for step in range(4):
-            if step == 1:  # the first step has told of the order of gradients
-                for name in ("all_reduce", "broadcast", "all_gather_object"):
-                    monkeypatch.setattr(torch.distributed, name, refused)
-                monkeypatch.setattr(Pairwise, "send_and_receive", refused)
-            optimizer.backward(model(torch.ones(3)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        return optimizer.shard_group.progress.step
-
-    assert run_ranks(run, 2) == [4, 4]
+    os.environ[SWITCH] = "1"
+    model, optimizer = linear(clip_grad_norm=1.0, steps=1)  # the first step has told of the order of gradients
+    for name in ("all_reduce", "broadcast", "all_gather_object"):
+        patch_rank(torch.distributed, name, refused)
+    patch_rank(Pairwise, "send_and_receive", refused)
+    train(model, optimizer, steps=3)
+    assert optimizer.shard_group.progress.step == 4
 
 
 # A rank that lags
@@ -219,55 +201,40 @@ def refuse(*_: object) -> Any:
     raise PermissionError("not here")
 
 
-REFUSALS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "no memfd": lambda patch: patch.delattr(os, "memfd_create"),
-    "a peer's can't be opened": lambda patch: patch.setattr(runtime.Runtime, "others_memory", refuse),
-    "switched off": lambda patch: patch.setenv(SWITCH, "0"),
-}
-
-
+MESSAGES = "by pairwise messages over gloo "
 WAYS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
-    (REFUSALS["no memfd"], "by pairwise messages over gloo (rank 1: not on its system: module 'os' has"),
-    (REFUSALS["a peer's can't be opened"], "by pairwise messages over gloo (rank 1: not here)"),
-    (REFUSALS["switched off"], f"by pairwise messages over gloo ({SWITCH}=0 is set on one of them)"),
+    (lambda patch: patch.delattr(os, "memfd_create"), f"{MESSAGES}(rank 1: not on its system: module 'os' has"),
+    (lambda patch: patch.setattr(runtime.Runtime, "others_memory", refuse), f"{MESSAGES}(rank 1: not here)"),
+    (lambda patch: patch.setenv(SWITCH, "0"), f"{MESSAGES}({SWITCH}=0 is set on one of them)"),
     (lambda patch: None, "by shared memory of one host"),
 ]
 
 
-def test_one_rank_that_can_t_makes_all_send_messages_and_the_first_line_says_why() -> None:
-    def construct(rank: int, world_size: int) -> None:
-        for prepare, way in WAYS:
-            group = dist.new_group()  # what it has found out about shared memory it keeps
-            with pytest.MonkeyPatch.context() as patch, told(logging.INFO) as lines:
-                if rank == 1:
-                    prepare(patch)
-                model = nn.Linear(3, 3)
-                optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), dp_process_group=group)
-                ranks = optimizer.shard_group
-                total = ranks.reduce_scatter(ranks.new_buffer(5, torch.float32, CPU).fill_(rank)).wait()
-            assert total.tolist() == [3.0] * 5, way
-            gc.collect()
-            assert (is_shared(ranks), mappings()) == ((True, 3) if "shared" in way else (False, 0)), way
-            starts = [line.partition(" 1 bucket ")[::2] for line in lines]
-            head = "ZeRO stage 1: 12 elements in 2 parameters over 3 ranks,"
-            assert [(start, rest[: len(way)]) for start, rest in starts] == [(head, way)] * (rank == 0)
-
-    run_ranks(construct, 3)
+@on_ranks(3)
+def test_one_rank_that_can_t_makes_all_send_messages_and_the_first_line_says_why(rank: int) -> None:
+    for prepare, way in WAYS:
+        group = dist.new_group()  # what it has found out about shared memory it keeps
+        with pytest.MonkeyPatch.context() as patch, told(logging.INFO) as lines:
+            if rank == 1:
+                prepare(patch)
+            ranks = linear(dp_process_group=group)[1].shard_group
+            total = ranks.reduce_scatter(ranks.new_buffer(5, torch.float32, CPU).fill_(rank)).wait()
+        assert total.tolist() == [3.0] * 5, way
+        gc.collect()
+        assert (is_shared(ranks), mappings()) == ((True, 3) if "shared" in way else (False, 0)), way
+        starts = [line.partition(" 1 bucket ")[::2] for line in lines]
+        head = "ZeRO stage 1: 8 elements in 2 parameters over 3 ranks,"
+        assert [(start, rest[: len(way)]) for start, rest in starts] == [(head, way)] * (rank == 0)
 
 
-def test_a_limited_address_space_is_left_to_others() -> None:
-    def work(rank: int, world_size: int) -> tuple[bool, list[str]]:
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_AS, (2**40, resource.RLIM_INFINITY))
-        model = nn.Linear(50, 50)
-        with told(logging.INFO) as lines:
-            optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        step_once(model, optimizer)
-        return is_shared(optimizer.shard_group), lines
-
-    for shared, lines in run_ranks(work, 2):
-        assert not shared
-        assert all("(rank 1: its address space is limited" in line and "ulimit -v" in line for line in lines)
+@on_ranks(2)
+def test_a_limited_address_space_is_left_to_others(rank: int) -> None:
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (2**40, resource.RLIM_INFINITY))
+    with told(logging.INFO) as lines:
+        _, optimizer = linear(steps=1)
+    assert not is_shared(optimizer.shard_group)
+    assert all("(rank 1: its address space is limited" in line and "ulimit -v" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +272,8 @@ def test_no_more_memory_is_an_error_that_tells_what_to_do(monkeypatch: pytest.Mo
 def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options: dict[str, Any]) -> None:
     """It has no memory for any one of its blocks: also for that of a second collective, as of fp8's sums."""
 
-    def train(rank: int, world_size: int, failing: int) -> tuple[list[str], float, int]:
-        model = nn.Linear(64, 64)
-        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, **options)
+    def run(rank: int, world_size: int, failing: int) -> tuple[list[str], float, int]:
+        model, optimizer = wrapped(nn.Linear(64, 64), **options)
         calls, left = 0, failing
 
         def full(*_: int) -> None:
@@ -322,7 +288,7 @@ def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options
                 patch.setattr(os, "posix_fallocate", full)
             for _ in range(2):
                 try:
-                    optimizer.backward(model(torch.ones(2, 64)).sum())
+                    optimizer.backward(squares(model))
                     optimizer.step()
                 except RuntimeError as error:
                     errors.append(str(error))
@@ -334,9 +300,9 @@ def test_a_rank_that_runs_out_of_memory_raises_in_time_and_its_peers_too(options
                         errors.append(str(error))
         return errors, time.monotonic() - began, calls
 
-    blocks = run_ranks(train, 2, 0)[1][2]
+    blocks = run_ranks(run, 2, 0)[1][2]
     assert blocks > ("fp8_communication" in options)
-    for (failing,), ran in run_cases(train, 2, [(at + 1,) for at in range(blocks)], timeout=30):
+    for (failing,), ran in run_cases(run, 2, [(at + 1,) for at in range(blocks)], timeout=30):
         for errors, seconds, calls in ran.values():
             assert seconds < 10
             assert errors or calls < failing  # blocks may be free again in time
@@ -354,84 +320,57 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:lowlevel_zero")
 
 
-def step_once(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
-    optimizer.backward(model(torch.ones(2, 50)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def make() -> tuple[nn.Module, LowLevelZeroOptimizer]:
+def make() -> Pair:
     model = nn.Sequential(*(nn.Linear(50, 50) for _ in range(4)))
-    sgd = torch.optim.SGD(model.parameters(), lr=1e-6)
-    return model, LowLevelZeroOptimizer(sgd, model=model, reduce_bucket_size=3000, partition_grad=True)
+    return wrapped(model, reduce_bucket_size=3000, partition_grad=True)
 
 
-def test_eighty_steps_take_no_more_than_twenty() -> None:
-    def run(rank: int, world_size: int) -> tuple[tuple[int, int], tuple[int, int], int]:
+@on_ranks(3)
+def test_eighty_steps_take_no_more_than_twenty(rank: int) -> None:
+    pair, pause, seen = make(), random.Random(rank), []
+    for steps in (20, 60):
+        for _ in range(steps):
+            time.sleep(pause.random() * 0.002)
+            train(*pair)
+        seen.append((descriptors(), mappings()))
+    assert seen[0] == seen[1]
+    assert seen[1][1] == 3
+    assert 0 < memory_held(pair[1]).bucket_buffers < 2**20
+
+
+@on_ranks(2)
+def test_ten_optimizers_one_after_another_take_no_more_than_one(rank: int) -> None:
+    gc.freeze()  # what torch left behind at its import takes long to look at
+    seen = []
+    for _ in range(10):
         model, optimizer = make()
-        pause = random.Random(rank)
-        seen = []
-        for steps in (20, 60):
-            for _ in range(steps):
-                time.sleep(pause.random() * 0.002)
-                step_once(model, optimizer)
-            seen.append((descriptors(), mappings()))
-        return seen[0], seen[1], memory_held(optimizer).bucket_buffers
-
-    for early, late, held in run_ranks(run, 3):
-        assert early == late
-        assert late[1] == 3
-        assert 0 < held < 2**20
+        train(model, optimizer, steps=2)
+        group = optimizer.shard_group
+        group.all_reduce_max([0])  # all have read all
+        del model, optimizer
+        gc.collect()
+        seen.append((descriptors(), mappings()))
+        assert sum(each.nbytes for each in group.held()) <= FEW
+    assert seen[0] == seen[-1]
+    assert seen[0][1] == 2
 
 
-def test_ten_optimizers_one_after_another_take_no_more_than_one() -> None:
-    def run(rank: int, world_size: int) -> list[tuple[int, int, int]]:
-        gc.freeze()  # what torch left behind at its import takes long to look at
-        seen = []
-        for _ in range(10):
-            model, optimizer = make()
-            step_once(model, optimizer)
-            step_once(model, optimizer)
-            group = optimizer.shard_group
-            group.all_reduce_max([0])  # all have read all
-            del model, optimizer
-            gc.collect()
-            seen.append((descriptors(), mappings(), sum(each.nbytes for each in group.held())))
-        return seen
-
-    for seen in run_ranks(run, 2):
-        assert seen[0][:2] == seen[-1][:2]
-        assert seen[0][1] == 2
-        assert max(held for *_, held in seen) <= FEW
+@on_ranks(2)
+def test_between_steps_little_is_kept(rank: int) -> None:
+    patch_rank(shared_memory, "KEPT", 2 * 2**20)
+    group = group_with_wires()
+    pending = [group.reduce_scatter(group.new_buffer(2**17, torch.float32, CPU).fill_(1)) for _ in range(8)]
+    assert sum(each.nbytes for each in group.held()) == 8 * 2**20
+    for each in pending:
+        each.wait()
+    group.all_reduce_max([0])
+    group.trim()
+    assert 2 * 2**20 <= sum(each.nbytes for each in group.held()) <= 2 * 2**20 + FEW
 
 
-def test_between_steps_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "KEPT", 2 * 2**20)
-
-    def run(rank: int, world_size: int) -> tuple[int, int]:
-        group = group_with_wires()
-        pending = [group.reduce_scatter(group.new_buffer(2**17, torch.float32, CPU).fill_(1)) for _ in range(8)]
-        before = sum(each.nbytes for each in group.held())
-        for each in pending:
-            each.wait()
-        group.all_reduce_max([0])
-        group.trim()
-        return before, sum(each.nbytes for each in group.held())
-
-    for before, after in run_ranks(run, 2):
-        assert before == 8 * 2**20
-        assert 2 * 2**20 <= after <= 2 * 2**20 + FEW
-
-
-def test_the_transport_is_not_set_up_where_it_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> Any:
-        raise AssertionError("set up")
-
-    monkeypatch.setattr(memory_pool, "Memory", never)
-
-    def alone(rank: int, world_size: int) -> int:
-        model, optimizer = make()
-        step_once(model, optimizer)
-        return optimizer.shard_group.progress.step
-
-    assert run_ranks(alone, 1) == [1]
+@on_ranks(1)
+def test_the_transport_is_not_set_up_where_it_is_of_no_use(rank: int) -> None:
+    patch_rank(memory_pool, "Memory", None)
+    model, optimizer = make()
+    train(model, optimizer)
+    assert optimizer.shard_group.progress.step == 1

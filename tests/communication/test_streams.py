@@ -24,7 +24,7 @@ from lowlevel_zero.offload.step_on_host import StepOnHost
 from lowlevel_zero.stepper import Stepper
 from lowlevel_zero.streams import DeviceStreams, Streams, streams_of
 from tests.support.internals import finish_late
-from tests.support.ranks import run_ranks
+from tests.support.on_ranks import on_ranks
 
 
 class Line:
@@ -139,14 +139,11 @@ class Traced:
             **options,
         )
         self.lines = [Line() for _ in range(producers)] or [self.home]
+        self.network = Line()
         self.made: dict[int, Point] = {}
-        self.packed: list[Point] = []
-        self.added: list[Point] = []
         self.stepped: list[Point] = []
         self.written: list[Point] = []
-        self.reduced: list[Point] = []
-        self.network = Line()
-        self.waited: list[Line] = []
+        self.begin()
         for index, p in enumerate(self.model.parameters()):
             p.register_hook(self._on_its_line(index))
         self._spy(monkeypatch, Bucket, "start_reduce", self._starts, then=self._reduces)
@@ -155,6 +152,13 @@ class Traced:
         self._spy(monkeypatch, ShardGroup, "gather", self._gathers)
         self._spy(monkeypatch, Bucket, "finish_reduce", lambda *_: self.waited.append(self.api.now))
         self._spy(monkeypatch, Gather, "_write", lambda *_: None, lambda *_: self.written.append(self.home.work()))
+
+    def begin(self) -> None:
+        """Forget what former backwards did."""
+        self.packed: list[Point] = []
+        self.added: list[Point] = []
+        self.reduced: list[Point] = []
+        self.waited: list[Line] = []
 
     def backward(self) -> None:
         self.optimizer.backward(self.model(torch.ones(2, 4)).square().sum())
@@ -216,171 +220,160 @@ class Traced:
 
 
 @pytest.mark.parametrize(("producers", "stage"), [(0, 1), (1, 2), (3, 2)])
+@on_ranks(2)
 def test_a_bucket_is_packed_after_the_gradients_of_all_streams_and_stepped_after_its_sum(
-    monkeypatch: pytest.MonkeyPatch, producers: int, stage: int
+    rank: int, monkeypatch: pytest.MonkeyPatch, producers: int, stage: int
 ) -> None:
-    def work(rank: int, world_size: int) -> None:
-        traced = Traced(monkeypatch, producers, partition_grad=stage == 2)
-        for _ in range(3):
-            traced.packed.clear()
-            traced.waited.clear()
-            traced.reduced.clear()
-            traced.added.clear()
-            traced.backward()
-            assert len(traced.waited) >= len(traced.packed) - 1 > 2  # its order is learnt after the first backward
-            beside = set(traced.waited)
-            assert len(beside) == 1
-            assert beside.isdisjoint({traced.home, *traced.lines})
-            assert not any(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
-            traced.api.now = caller = Line()
-            traced.optimizer.calls.finish_gradients(Call("look at gradients"))
-            assert len(traced.waited) == len(traced.packed)
-            assert all(caller.comes_after(point) for point in (*traced.reduced, *traced.added))
-            traced.optimizer.step()
-            assert traced.api.now is caller
-            assert len(traced.packed) > 2
-            assert all(caller.comes_after(point) for point in (*traced.packed, *traced.added, *traced.written))
-            traced.optimizer.zero_grad()
-            traced.api.now = traced.home
-        told = traced.optimizer.streams.told
-        assert len(told) == (24 if producers else 0)  # all gradients, where any comes on a stream of its own
-
-    run_ranks(work, 2)
+    traced = Traced(monkeypatch, producers, partition_grad=stage == 2)
+    for _ in range(3):
+        traced.begin()
+        traced.backward()
+        assert len(traced.waited) >= len(traced.packed) - 1 > 2  # its order is learnt after the first backward
+        beside = set(traced.waited)
+        assert len(beside) == 1
+        assert beside.isdisjoint({traced.home, *traced.lines})
+        assert not any(traced.home.comes_after(point) for point in (*traced.reduced, *traced.added))
+        traced.api.now = caller = Line()
+        traced.optimizer.calls.finish_gradients(Call("look at gradients"))
+        assert len(traced.waited) == len(traced.packed)
+        assert all(caller.comes_after(point) for point in (*traced.reduced, *traced.added))
+        traced.optimizer.step()
+        assert traced.api.now is caller
+        assert len(traced.packed) > 2
+        assert all(caller.comes_after(point) for point in (*traced.packed, *traced.added, *traced.written))
+        traced.optimizer.zero_grad()
+        traced.api.now = traced.home
+    told = traced.optimizer.streams.told
+    assert len(told) == (24 if producers else 0)  # all gradients, where any comes on a stream of its own
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
 def test_buffers_under_way_are_bounded_however_far_the_host_is_ahead(
-    monkeypatch: pytest.MonkeyPatch, stage: int
+    rank: int, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     """The last few are kept; home waits for older ones before it lets go of their memory, and for no others."""
     most = SharedMemory.in_flight
+    finish_late(monkeypatch, done=True)  # as on a device, which nobody asks how far it is
+    traced = Traced(monkeypatch, 0, layers=12, partition_grad=stage == 2)
+    buffers: list[ReferenceType[Any]] = []
+    held: list[int] = []
+    waited: list[int] = []
+    new_buffer = ShardGroup.new_buffer
 
-    def work(rank: int, world_size: int) -> None:
-        finish_late(monkeypatch, done=True)  # as on a device, which nobody asks how far it is
-        traced = Traced(monkeypatch, 0, layers=12, partition_grad=stage == 2)
-        buffers: list[ReferenceType[Any]] = []
-        held: list[int] = []
-        waited: list[int] = []
-        new_buffer = ShardGroup.new_buffer
+    def watch(group: ShardGroup, *args: Any) -> Tensor:
+        waited.append(sum(map(traced.home.comes_after, traced.added)))
+        held.append(sum(each() is not None for each in buffers))
+        buffer = new_buffer(group, *args)
+        buffers.append(ref(buffer.untyped_storage()))
+        return buffer
 
-        def watch(group: ShardGroup, *args: Any) -> Tensor:
-            waited.append(sum(map(traced.home.comes_after, traced.added)))
-            held.append(sum(each() is not None for each in buffers))
-            buffer = new_buffer(group, *args)
-            buffers.append(ref(buffer.untyped_storage()))
-            return buffer
-
-        monkeypatch.setattr(ShardGroup, "new_buffer", watch)
-        for _ in range(2):
-            for seen in (buffers, held, waited, traced.added):
-                seen.clear()
-            traced.backward()
-            traced.backward()  # adds to sums
-            assert len(held) > 2 * most
-            assert waited == [max(0, at - most) for at in range(len(waited))]
-            assert stage == 1 or max(held) == most
-            traced.optimizer.step()
-            assert not traced.optimizer.streams._kept
-            traced.optimizer.zero_grad()
-
-    run_ranks(work, 2)
-
-
-def test_who_reads_a_parameter_comes_after_its_rows_on_whatever_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int, world_size: int) -> None:
-        traced = Traced(monkeypatch, 0, overlap_allgather=True)
-        weight = traced.model[1].weight
+    monkeypatch.setattr(ShardGroup, "new_buffer", watch)
+    for _ in range(2):
+        for seen in (buffers, held, waited, traced.added):
+            seen.clear()
         traced.backward()
+        traced.backward()  # adds to sums
+        assert len(held) > 2 * most
+        assert waited == [max(0, at - most) for at in range(len(waited))]
+        assert stage == 1 or max(held) == most
         traced.optimizer.step()
-        assert not traced.written
-        readers = [Line(), Line(), traced.home]
-        for reader in readers:
-            traced.api.now = reader
-            assert type(weight) is AwaitedParameter  # the device hasn't written it yet, as far as is known
-            weight + 0
-            assert len(traced.written) == 1
-            assert reader.comes_after(traced.written[0])
-        Event.all_reached = True
+        assert not traced.optimizer.streams._kept
+        traced.optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_who_reads_a_parameter_comes_after_its_rows_on_whatever_stream(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = Traced(monkeypatch, 0, overlap_allgather=True)
+    weight = traced.model[1].weight
+    traced.backward()
+    traced.optimizer.step()
+    assert not traced.written
+    readers = [Line(), Line(), traced.home]
+    for reader in readers:
+        traced.api.now = reader
+        assert type(weight) is AwaitedParameter  # the device hasn't written it yet, as far as is known
         weight + 0
-        assert type(weight) is nn.Parameter
-        Event.all_reached = False
-        traced.backward()
-        traced.optimizer.step()  # takes what is still awaited
-        traced.optimizer._force_wait_all_gather()
-        assert all(type(p) is nn.Parameter for p in traced.model.parameters())
+        assert len(traced.written) == 1
+        assert reader.comes_after(traced.written[0])
+    Event.all_reached = True
+    weight + 0
+    assert type(weight) is nn.Parameter
+    Event.all_reached = False
+    traced.backward()
+    traced.optimizer.step()  # takes what is still awaited
+    traced.optimizer._force_wait_all_gather()
+    assert all(type(p) is nn.Parameter for p in traced.model.parameters())
 
-    run_ranks(work, 2)
 
-
-def test_a_graph_that_is_captured_meanwhile_holds_its_own_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2)
+def test_a_graph_that_is_captured_meanwhile_holds_its_own_work_alone(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parameters that it reads are there when it is replayed; hosts' calls, which it wouldn't replay, are refused."""
 
     def refuse_query(_: Event) -> bool:
         raise AssertionError("a capture allows no query")
 
-    def work(rank: int, world_size: int) -> None:
-        traced = Traced(monkeypatch, 0, overlap_allgather=True)
-        model, optimizer, weight = traced.model, traced.optimizer, traced.model[1].weight
-        traced.backward()
-        optimizer.step()
-        traced.api.now = graph = Line(captures=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(Event, "query", refuse_query)
-            weight + 0
-            weight + 0
-        assert len(traced.written) == 1
-        assert graph.seen == {graph: 0}
-        for call in (optimizer.step, optimizer.zero_grad, lambda: optimizer.backward(model(torch.ones(2, 4)).sum())):
-            with pytest.raises(RuntimeError, match="expected it outside of a CUDA graph's capture"):
-                call()
-        traced.lines = [graph]
-        with pytest.raises(RuntimeError, match="expected its gradient outside of a CUDA graph's capture"):
-            sum(p.sum() for p in model.parameters()).backward()
-        traced.api.now = after = Line()
+    traced = Traced(monkeypatch, 0, overlap_allgather=True)
+    model, optimizer, weight = traced.model, traced.optimizer, traced.model[1].weight
+    traced.backward()
+    optimizer.step()
+    traced.api.now = graph = Line(captures=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Event, "query", refuse_query)
         weight + 0
-        assert after.comes_after(traced.written[0])
+        weight + 0
+    assert len(traced.written) == 1
+    assert graph.seen == {graph: 0}
+    for call in (optimizer.step, optimizer.zero_grad, lambda: optimizer.backward(model(torch.ones(2, 4)).sum())):
+        with pytest.raises(RuntimeError, match="expected it outside of a CUDA graph's capture"):
+            call()
+    traced.lines = [graph]
+    with pytest.raises(RuntimeError, match="expected its gradient outside of a CUDA graph's capture"):
+        sum(p.sum() for p in model.parameters()).backward()
+    traced.api.now = after = Line()
+    weight + 0
+    assert after.comes_after(traced.written[0])
 
-    run_ranks(work, 2)
 
-
-def test_where_graphs_are_replayed_a_step_waits_for_its_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2)
+def test_where_graphs_are_replayed_a_step_waits_for_its_gathers(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay reads parameters without asking anybody."""
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", Line())
-
-    def work(rank: int, world_size: int) -> None:
-        traced = Traced(monkeypatch, 0, overlap_allgather=True)
-        traced.backward()
-        traced.optimizer.step()
-        assert traced.written
-        assert all(traced.home.comes_after(point) for point in traced.written)
-        assert {type(p) for p in traced.model.parameters()} == {nn.Parameter}
-
-    run_ranks(work, 2)
+    traced = Traced(monkeypatch, 0, overlap_allgather=True)
+    traced.backward()
+    traced.optimizer.step()
+    assert traced.written
+    assert all(traced.home.comes_after(point) for point in traced.written)
+    assert {type(p) for p in traced.model.parameters()} == {nn.Parameter}
 
 
-def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int, world_size: int) -> None:
-        copied: list[Any] = []
-        traced = Traced(monkeypatch, 3, cpu_offload=True, partition_grad=True)
-        down = StepOnHost.down
+@on_ranks(2)
+def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[Any] = []
+    traced = Traced(monkeypatch, 3, cpu_offload=True, partition_grad=True)
+    down = StepOnHost.down
 
-        def spy_down(self: StepOnHost, row: Tensor) -> Any:
-            host, arrived = down(self, row)
-            copied.append(arrived)
-            ((line, _),) = (point for point in (traced.added[-1],) if arrived.event.seen[point[0]] >= point[1])
-            assert line is not traced.home
-            assert self._streams._keeping[-1] is row  # until it has been copied
-            return host, arrived
+    def spy_down(self: StepOnHost, row: Tensor) -> Any:
+        host, arrived = down(self, row)
+        copied.append(arrived)
+        ((line, _),) = (point for point in (traced.added[-1],) if arrived.event.seen[point[0]] >= point[1])
+        assert line is not traced.home
+        assert self._streams._keeping[-1] is row  # until it has been copied
+        return host, arrived
 
-        monkeypatch.setattr(StepOnHost, "down", spy_down)
-        traced.backward()
-        traced.optimizer.calls.finish_gradients(Call("look at gradients"))
-        assert len(copied) > 2
-        assert not any(arrived.query() for arrived in copied)  # nothing but the step waits for copies
-        traced.optimizer.step()
-        assert all(arrived.query() for arrived in copied)
-
-    run_ranks(work, 2)
+    monkeypatch.setattr(StepOnHost, "down", spy_down)
+    traced.backward()
+    traced.optimizer.calls.finish_gradients(Call("look at gradients"))
+    assert len(copied) > 2
+    assert not any(arrived.query() for arrived in copied)  # nothing but the step waits for copies
+    traced.optimizer.step()
+    assert all(arrived.query() for arrived in copied)
 
 
 def test_the_host_has_no_streams() -> None:
