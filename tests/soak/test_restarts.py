@@ -23,22 +23,9 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFN
 
 
 def torchrun(task: Task, *options: str, **environment: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        "--module",
-        "tests.support.mortal",
-        json.dumps(task),
-    ]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **ENVIRONMENT, **environment},
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--module", "tests.support.mortal"]
+    env = {**os.environ, **ENVIRONMENT, **environment}
+    return subprocess.Popen([*command, json.dumps(task)], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 300.0) -> str:
