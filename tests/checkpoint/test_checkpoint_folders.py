@@ -223,10 +223,12 @@ MINE = b"a user's"
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
-    """All that is under ``folder``, by its path there."""
-    return {
-        str(place.relative_to(folder)): place.read_bytes() if place.is_file() else None for place in folder.rglob("*")
-    }
+    """All that is under ``folder``, by its path there: what is in files, and where links lead."""
+    found: dict[str, bytes | None] = {}
+    for place in folder.rglob("*"):
+        data = place.read_bytes() if place.is_file() and not place.is_symlink() else None
+        found[str(place.relative_to(folder))] = bytes(place.readlink()) if place.is_symlink() else data
+    return found
 
 
 def a_user_s_files_and_links(run: Path) -> None:
@@ -325,13 +327,16 @@ def test_a_save_removes_what_it_wrote_and_nothing_else(rank: int, case: Case, tm
     if rank == 0:
         case.change(run)
     dist.barrier()
-    users = {name: data for name, data in content(run).items() if data == MINE}
+    before = content(run.parent)
+    users = [name for name, data in before.items() if data == MINE or name.startswith("elsewhere")]
+    users += [name for name in before if (run.parent / name).is_symlink()]
     with logged() as lines:
         save_checkpoint(run / "step-100", *pair, keep=case.keep)
     wait_for_pruning()
     assert names_in(run) == case.left
     assert latest(run) == run / "step-100"
-    assert users.items() <= content(run).items()
+    after = content(run.parent)
+    assert {name: before[name] for name in users} == {name: after.get(name) for name in users}
     for name in STEPS & case.left:
         assert names_in(run / name) == case.within.get(name, names_in(run / "step-100")), name
     if case.told and rank == 0:
