@@ -21,22 +21,14 @@ from lowlevel_zero.layout import layout_of
 from lowlevel_zero.options import GROUPS, abouts
 from tests.support.options import grouped
 from tests.support.ranks import run_ranks
+from tests.support.scripts import adamw, net
 from tests.support.several import check_all
 
 MOST_CALLS = 255  # of functions, Python's and C's, that a parameter adds to construction
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
-    return LowLevelZeroOptimizer(adam(model), model=model, **options)
+    return LowLevelZeroOptimizer(adamw(model), model=model, **options)
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
@@ -102,7 +94,7 @@ def bad_options(rank: int, world_size: int) -> None:
     for options, error, says in BAD_OPTIONS:
         model = net()
         with pytest.raises(error, match=says):
-            LowLevelZeroOptimizer(adam(model), **{"model": model, **grouped(options)})
+            LowLevelZeroOptimizer(adamw(model), **{"model": model, **grouped(options)})
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
 
 
@@ -127,7 +119,7 @@ def a_plain_backward_that_misses_the_fp16_part_of_a_model(rank: int, world_size:
 def a_refused_construction_changes_nothing(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2 + rank))
-    optimizer = adam(model)
+    optimizer = adamw(model)
     before = snapshot(model, optimizer)
     with pytest.raises(ValueError, match=r"1\.weight"):
         LowLevelZeroOptimizer(optimizer, model=model, forced_dtype=torch.bfloat16)
@@ -170,13 +162,13 @@ def a_keyword_and_a_group_s_other_fields_are_both_taken(rank: int, world_size: i
 
 
 def a_module_in_the_second_place_is_the_model(rank: int, world_size: int) -> None:
-    model = net()
+    model = net(layers=2)
     model.register_buffer("seen", torch.full((2,), float(rank)))
-    optimizer = LowLevelZeroOptimizer(adam(model), model)
+    optimizer = LowLevelZeroOptimizer(adamw(model), model)
     assert optimizer.model is model
     assert model.seen.tolist() == [0.0, 0.0]
     with pytest.raises(TypeError, match="expected a dict of lists by process group, got Sequential: pass such a dict"):
-        LowLevelZeroOptimizer(adam(model), model, model=model)
+        LowLevelZeroOptimizer(adamw(model), model, model=model)
     names = [record.name for record in optimizer.sharded_parameters]
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
@@ -188,7 +180,7 @@ def buckets_are_larger_on_a_gpu_unless_they_were_chosen(rank: int, world_size: i
     assert len(layout_of(wrap(net())).buckets) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardGroup, "bucket_size", lambda self, device: {"cpu": 1}[device.type])
-        assert len(layout_of(wrap(net())).buckets) == 4
+        assert len(layout_of(wrap(net(layers=2))).buckets) == 4
 
 
 def the_garbage_collector_is_left_as_it_was(rank: int, world_size: int) -> None:

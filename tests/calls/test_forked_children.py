@@ -12,23 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.deepspeed import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import run_cases, run_ranks
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2))
-
-
-def loss_of(model: nn.Module, rank: int, at: int) -> Tensor:
-    loss: Tensor = model(torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * at + rank))).square().mean()
-    return loss
+from tests.support.scripts import adamw, loss_at, net
 
 
 def in_child(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
@@ -56,7 +47,7 @@ def in_child(calls: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def plain_backward(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> dict[str, Callable[[], Any]]:
-    return {"loss.backward()": lambda: loss_of(model, 5, 5).backward()}
+    return {"loss.backward()": lambda: loss_at(model, 5)(5).backward()}
 
 
 def every_call(model: nn.Sequential, optimizer: LowLevelZeroOptimizer) -> dict[str, Callable[[], Any]]:
@@ -65,7 +56,7 @@ def every_call(model: nn.Sequential, optimizer: LowLevelZeroOptimizer) -> dict[s
     gradient = weight.grad
     state = {"state": {}, "param_groups": []}
     return {
-        "optimizer.backward": lambda: optimizer.backward(loss_of(model, 5, 5)),
+        "optimizer.backward": lambda: optimizer.backward(loss_at(model, 5)(5)),
         "step": optimizer.step,
         "zero_grad": optimizer.zero_grad,
         "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
@@ -106,10 +97,9 @@ def live(rank: int, world_size: int, kind: str, shared: str, options: dict[str, 
         patch.setenv("LOWLEVEL_ZERO_SHARED_MEMORY", shared)
         for forks in (True, False):
             model = net()
-            inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-            optimizer = LowLevelZeroOptimizer(inner, model=model, reduce_bucket_size=50, **options)
+            optimizer = LowLevelZeroOptimizer(adamw(model), model=model, reduce_bucket_size=50, **options)
             for at in range(4):
-                optimizer.backward(loss_of(model, rank, at))
+                optimizer.backward(loss_at(model, at)(rank))
                 if forks and at == 2 and rank == 0:
                     told = in_child(KINDS[kind](model, optimizer))
                 optimizer.step()
@@ -141,7 +131,7 @@ def test_every_call_but_its_group_s_end_raises_in_the_child_and_the_parent_train
                 assert error.startswith("RuntimeError: "), f"{call}: {error}"
                 assert "expected the process that constructed the optimizer" in error, f"{call}: {error}"
                 if kind == "a plain backward":
-                    assert error.startswith("RuntimeError: the backward of 2."), error
+                    assert error.startswith("RuntimeError: the backward of 3."), error
 
 
 def test_a_parameter_that_is_being_gathered_is_not_read_in_the_child() -> None:
@@ -153,7 +143,7 @@ def test_a_parameter_that_is_being_gathered_is_not_read_in_the_child() -> None:
             optimizer = LowLevelZeroOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap_allgather=True
             )
-            optimizer.backward(loss_of(model, rank, 0))
+            optimizer.backward(loss_at(model, 0)(rank))
             if rank == 1:
                 time.sleep(0.3)  # the other rank's gathers are still under way when it forks
             optimizer.step()

@@ -24,6 +24,7 @@ from lowlevel_zero.options import GROUPS, ZeroOptions, abouts
 from tests.support.options import grouped
 from tests.support.oracle import Run, build, groups, loss_of
 from tests.support.ranks import run_ranks
+from tests.support.scripts import net
 from tests.support.several import check_all, of_all, told
 
 # The rank that differs, where it isn't rank 0.
@@ -185,11 +186,6 @@ def test_it_changes_nothing(rules: str, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- what is refused: on all ranks, by name ----
 
 
-def net(device: str = "cpu") -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4, device=device), nn.Linear(4, 2, device=device))
-
-
 class Mine(AdamW):
     """Somebody's own, with the settings of another."""
 
@@ -281,7 +277,7 @@ def test_all_ranks_refuse_it_and_say_what_differs_and_where() -> None:
                 (case.odd if rank == ODD else case.others)()
             told[name] = str(caught.value)
         optimizer = wrap(model := net())
-        optimizer.backward(model(torch.ones(2, 3)).sum())
+        optimizer.backward(model(torch.ones(2, 5)).sum())
         optimizer.step()
         return told
 
@@ -312,7 +308,7 @@ def states_that_a_hook_adds_on_one_rank(rank: int, world_size: int) -> None:
             state.update(average=p.detach().clone(), times=1)
 
     handle = optimizer.optim.register_step_post_hook(average) if rank == ODD else None
-    optimizer.backward(model(torch.ones(2, 3)).sum())
+    optimizer.backward(model(torch.ones(2, 5)).sum())
     optimizer.step()
     with pytest.raises(ValueError, match="on every rank.*rank 1 has «average of 0.weight, torch.float32»") as caught:
         optimizer.state_dict()

@@ -13,14 +13,10 @@ from torch.optim import AdamW
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_cases
+from tests.support.scripts import Together, loss_at, net, steps
 from tests.support.several import check_all, of_all
 
 RANKS, ODD = 3, 1
-
-
-def net(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
 
 
 def settings() -> dict[str, Any]:
@@ -31,18 +27,6 @@ def settings() -> dict[str, Any]:
 def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
     groups = [{"params": [p for p in model.parameters() if p.dim() == dim], **settings()} for dim in (1, 2)]
     return LowLevelZeroOptimizer(AdamW(groups), model=model, **options)
-
-
-def backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, rank: int, at: int = 0) -> None:
-    generator = torch.Generator().manual_seed(10 * at + rank)
-    x = torch.randn(2, 3, generator=generator).to(next(model.parameters()).dtype)
-    optimizer.backward(model(x).square().mean())
-
-
-def train(optimizer: LowLevelZeroOptimizer, model: nn.Module, rank: int, at: int) -> None:
-    backward(optimizer, model, rank, at)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def values(model: nn.Module, optimizer: LowLevelZeroOptimizer) -> list[Tensor]:
@@ -76,7 +60,7 @@ def test_all_ranks_refuse_a_step_by_other_settings_and_go_on(subtests: pytest.Su
     def live(rank: int, world_size: int, what: str) -> str:
         model = net()
         optimizer = wrap(model)
-        backward(optimizer, model, rank)
+        optimizer.backward(loss_at(model, 0)(rank))
         before = values(model, optimizer)
         group = optimizer.param_groups[1]
         kept = {**group, **settings()}
@@ -108,21 +92,21 @@ def settings_in_another_order_are_the_same(rank: int, world_size: int) -> None:
         group["betas"] = (0.9, 0.5)
         if rank == ODD:
             group["weight_decay"] = group.pop("weight_decay")
-    train(optimizer, model, rank, 0)
+    steps(Together(rank), model, optimizer, [0])
 
 
 def a_loss_scale_of_one_rank_s_own_is_refused_by_name(rank: int, world_size: int) -> None:
     for name in ("scale", "growth_interval"):
-        model = net(torch.float16)
+        model = net().half()
         optimizer = LowLevelZeroOptimizer(AdamW(model.parameters()), model=model, initial_scale=64.0)
-        train(optimizer, model, rank, 0)
+        steps(Together(rank), model, optimizer, [0])
         scaler = optimizer.scaler
         assert scaler is not None
         if rank == ODD and name == "scale":
             scaler.scale.fill_(2.0)
         elif rank == ODD:
             scaler.growth_interval = 3
-        backward(optimizer, model, rank)
+        optimizer.backward(loss_at(model, 0)(rank))
         told = f"rank 0 has «{name} of the loss scaler.*rank {ODD} has «{name} of the loss scaler"
         with pytest.raises(ValueError, match=told) as caught:
             optimizer.step()
@@ -144,7 +128,7 @@ def settings_that_stay_cost_no_exchange_and_are_not_described_again(rank: int, w
     optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=Counted(0.01)), model=model)
     begun = []
     for at in range(6):
-        backward(optimizer, model, rank, at)
+        optimizer.backward(loss_at(model, at)(rank))
         before = optimizer.shard_group.progress.begun["agreement"]
         optimizer.step()
         begun.append(optimizer.shard_group.progress.begun["agreement"] - before)
@@ -160,18 +144,13 @@ def settings_that_stay_cost_no_exchange_and_are_not_described_again(rank: int, w
 
 def load(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
     if writes:
-        model.load_state_dict(net(torch.bfloat16, seed=7).state_dict())
+        model.load_state_dict(net(7).bfloat16().state_dict())
 
 
 @torch.no_grad()
 def add(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
     if writes:
         model[2].bias.add_(1.0)
-
-
-def assign(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
-    if writes:
-        model[2].bias.data = model[2].bias.data + 1.0
 
 
 def add_and_refresh(model: nn.Module, optimizer: LowLevelZeroOptimizer, writes: bool) -> None:
@@ -190,7 +169,6 @@ Write = Callable[[nn.Module, LowLevelZeroOptimizer, bool], None]
 WRITES: dict[str, tuple[Write, str]] = {
     "load_state_dict": (load, "0.bias"),  # the first of its groups
     "in place": (add, "2.bias"),
-    "assigned": (assign, "2.bias"),
     "in place, and update_master_params": (add_and_refresh, "2.bias"),
     "in place, and a state dict": (add_and_save, "2.bias"),
 }
@@ -201,11 +179,11 @@ def test_all_ranks_refuse_a_step_from_other_weights(subtests: pytest.Subtests) -
 
     def live(rank: int, world_size: int, way: str) -> str:
         write, name = WRITES[way]
-        model = net(torch.bfloat16)
+        model = net().bfloat16()
         optimizer = wrap(model)
-        train(optimizer, model, rank, 0)
+        steps(Together(rank), model, optimizer, [0])
         write(model, optimizer, rank == ODD)
-        backward(optimizer, model, rank, 1)
+        optimizer.backward(loss_at(model, 1)(rank))
         before = values(model, optimizer)
         for _ in range(2):  # a second step is refused as well
             with pytest.raises(RuntimeError, match=f"^{name}: expected weights to be written on every rank") as caught:
@@ -231,12 +209,12 @@ def copies(model: nn.Module) -> list[Tensor]:
 
 def all_ranks_refuse_a_step_where_one_has_written_again(rank: int, world_size: int) -> None:
     """All have written, so it's the number of writes that tells; where the values are the same, the step is taken."""
-    model = net(torch.bfloat16)
+    model = net().bfloat16()
     optimizer = wrap(model)
     add(model, optimizer, writes=True)
     once = copies(model)
     add(model, optimizer, writes=rank == ODD)
-    backward(optimizer, model, rank)
+    optimizer.backward(loss_at(model, 0)(rank))
     times = f"got 2 times on rank {ODD} and once on ranks 0, 2: "
     with pytest.raises(RuntimeError, match=f"^2.bias: expected weights to be written on every .*{times}") as caught:
         optimizer.step()
@@ -250,14 +228,14 @@ def weights_that_one_rank_exchanges_and_puts_back_are_no_difference(rank: int, w
     """As one does for a look at a validation set by averaged weights; masters keep their low bits."""
     ends = []
     for exchanges in (True, False):
-        model = net(torch.bfloat16)
+        model = net().bfloat16()
         optimizer = wrap(model)
         for at in range(3):
             if exchanges and rank == ODD:
                 saved = copies(model)
                 load(model, optimizer, True)
                 undo(model, saved)
-            train(optimizer, model, rank, at)
+            steps(Together(rank), model, optimizer, [at])
         ends.append(values(model, optimizer))
     assert all(map(torch.equal, *ends))
 
@@ -271,7 +249,7 @@ def values_are_compared_once_where_ranks_have_not_written_alike(rank: int, world
         if at == 1 and rank == ODD:
             undo(unused, copies(unused))
         before = optimizer.shard_group.progress.waits
-        train(optimizer, model, rank, at)
+        steps(Together(rank), model, optimizer, [at])
         waits.append(optimizer.shard_group.progress.waits - before)
     _, compared, third, fourth = waits
     assert compared > third == fourth

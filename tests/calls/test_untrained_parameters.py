@@ -7,40 +7,30 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_cases, run_ranks
+from tests.support.scripts import loss_at, net
 from tests.support.several import told
 
 ODD = 1
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
 
 
 def wrap(params: Any, model: nn.Module) -> LowLevelZeroOptimizer:
     return LowLevelZeroOptimizer(torch.optim.SGD(params, lr=0.1), model=model)
 
 
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 def replace(model: nn.Sequential) -> None:
-    model[2] = nn.Linear(4, 4)
+    model[2] = nn.Linear(5, 5)
 
 
 def add(model: nn.Sequential) -> None:
-    model.append(nn.Linear(2, 2))
+    model.append(nn.Linear(5, 5))
 
 
 def replace_frozen(model: nn.Sequential) -> None:
-    model[2] = nn.Linear(4, 4).requires_grad_(False)
+    model[2] = nn.Linear(5, 5).requires_grad_(False)
 
 
 def leave(model: nn.Sequential) -> None:
@@ -62,7 +52,7 @@ CASES = {
     "a layer that one rank alone replaces, and a plain backward": Case(replace, "2.weight, 2.bias", plain=True),
     "a layer that is added": Case(add, "4.weight, 4.bias"),
     "a layer that is frozen": Case(replace_frozen),
-    "one that was never handed over": Case(leave, "0.weight, 0.bias", trained=slice(2, None)),
+    "one that was never handed over": Case(leave, "0.weight, 0.bias", trained=slice(1, None)),
 }
 
 
@@ -77,7 +67,7 @@ def live(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
             for step in steps:
                 if step == 2 and (not case.plain or rank == ODD):
                     case.change(model)
-                loss = loss_of(model, rank, step)
+                loss = loss_at(model, step)(rank)
                 loss.backward() if case.plain else optimizer.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -100,13 +90,13 @@ def test_one_warning_names_them(subtests: pytest.Subtests) -> None:
 def test_several_optimizers_of_a_model_warn_together() -> None:
     def train(rank: int, world_size: int) -> list[str]:
         model = net()
-        optimizers = [wrap(model[0].parameters(), model), wrap(model[2].parameters(), model)]
+        optimizers = [wrap(model[0].parameters(), model), wrap(model[1:3].parameters(), model)]
         model[3].requires_grad_(False)
         with told() as lines:
             for step in range(2):
                 optimizers[0].zero_grad()
                 optimizers[1].zero_grad()
-                with optimizers[0].backward_pass(loss_of(model, rank, step)) as loss, optimizers[1].backward_pass(loss):
+                with optimizers[0].backward_pass(loss_at(model, step)(rank)) as loss, optimizers[1].backward_pass(loss):
                     loss.backward()
                 for optimizer in optimizers:
                     optimizer.step()
