@@ -28,7 +28,7 @@ from lowlevel_zero.deepspeed import (
 )
 from lowlevel_zero.state import values
 from tests.support.accessing import backward, train, wrapped
-from tests.support.oracle import Run, adamw, build, loss_of
+from tests.support.oracle import Run, adamw
 from tests.support.several import check_all, of_all
 
 
@@ -106,21 +106,6 @@ def what_is_no_parameter_of_an_optimizer_is_refused(rank: int, world_size: int) 
     again = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
     assert torch.equal(safe_get_full_fp32_param(model.inward), model.inward.detach())
     assert again is not None
-
-
-def plain_backwards_of_unequal_number_are_reduced_before_they_are_read(rank: int, world_size: int) -> None:
-    model, optimizer = wrapped(Run())
-    plain = build(Run())
-    for _ in range(2):
-        (loss_of(plain, Run(), 0, 0, 0) / world_size).backward()
-        if rank == 0:
-            loss_of(model, Run(), 0, 0, 0).backward()
-    for name, value in full_grads(model).items():
-        expected = plain.get_parameter(name).grad
-        assert (value is None) == (expected is None or not expected.numel()), name
-        if value is not None:
-            torch.testing.assert_close(value, expected)
-    optimizer.step()
 
 
 class Many(nn.Module):
@@ -255,7 +240,6 @@ def groups_of_experts_may_have_different_numbers_of_them(rank: int, world_size: 
 
 
 CALLS = [
-    plain_backwards_of_unequal_number_are_reduced_before_they_are_read,
     edits_are_seen_before_the_next_step,
     numbers_are_set_alike,
     a_model_may_have_several_optimizers_and_parameters_of_none,
