@@ -374,8 +374,6 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "max_norm": (option(max_norm=-1.0), "ValueError: clip_grad_norm: expected a number >= 0"),
     "bucket size": (option(reduce_bucket_size_in_m=0), "ValueError: reduce_bucket_size: expected an int of at least 1"),
-    "dtype": (option(communication_dtype=torch.int8), "ValueError: communication_dtype: expected"),
-    "growth": (option(growth_factor=0.5), "ValueError: growth_factor: expected a number above 1"),
     "norm of no type": (norm_of_no_type, "ValueError: norm_type: expected a number above 0, or inf, got 0"),
     "boosted by another plugin": (
         boosting(lambda rank: Booster(plugin=ddp()).boost(*a_pair())[:2]),

@@ -14,18 +14,11 @@ from colossalai.booster import Booster
 from colossalai.interface.model import PeftUnwrapMixin
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.boosting import adamw, check_close, check_equal, ddp, momentum, ours
 from tests.support.cases import check_each
 from tests.support.ranks import run_cases_expecting, run_ranks
-
-CONFIG = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def llama(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=31, max_position_embeddings=16, use_cache=False, **CONFIG))
+from tests.support.trainers import llama
 
 
 def lora(**options: Any) -> LoraConfig:
