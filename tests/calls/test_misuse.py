@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,14 +57,6 @@ def backward_twice_over_a_graph(work: Work) -> None:
     for loss in work.shares():
         for _ in range(2):
             work.run_back(loss, retain_graph=True)
-    work.optimizer.step()
-
-
-def step_in_no_sync(work: Work) -> None:
-    with work.no_sync():
-        work.backward()
-        if not work.plain:
-            work.optimizer.step()
     work.optimizer.step()
 
 
@@ -125,12 +116,13 @@ NEVER_IN_A_HOOK: dict[str, Callable[[Work], Any]] = {
     "synchronize": lambda work: work.optimizer.synchronize(),
     "add_param_group": lambda work: work.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
     "safe_get_full_fp32_param of 0.weight": lambda work: safe_get_full_fp32_param(work.model[0].weight),
+    "get_param_grad": lambda work: work.optimizer.get_param_grad(work.model[0].weight),
+    "look at gradients": lambda work: work.optimizer.get_working_grads_by_group_id(0),
 }
 
 ORDER = [
     Wrong("step twice", step_twice, Right()),
     Wrong("backward twice through what was retained", backward_twice_over_a_graph, Right()),
-    Wrong("step in no_sync", step_in_no_sync, Right()),
     Wrong("no_sync in no_sync", nest_no_sync, Right()),
     Wrong("no_sync left by an error", leave_no_sync_by_an_error, Right()),
     Wrong("an exception in a closure", fail_in_a_closure, Refused(KeyError, "the closure's own")),
@@ -227,14 +219,6 @@ def destroy_the_group(work: Work) -> None:
     work.steps(3)
 
 
-def keep_the_graph_of_gradients(work: Work) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of reference cycles
-        for loss in work.shares():
-            loss.backward(create_graph=True)
-    work.optimizer.step()
-
-
 def backward_under_no_grad(work: Work) -> None:
     shares = work.shares()
     with torch.no_grad():
@@ -260,7 +244,6 @@ PROCESSES = [
         destroy_the_group,
         Refused(RuntimeError, "process group.*destroyed", ends=True),
     ),
-    Wrong("create_graph", keep_the_graph_of_gradients, Right()),
     Wrong("a backward under no_grad", backward_under_no_grad, Right()),
     Wrong(
         "a backward under inference_mode",
@@ -295,6 +278,14 @@ def thaw_alone(work: Work) -> None:
         work.optimizer.step()
     finally:
         frozen.requires_grad_(False)
+
+
+def clip_by_torch_without_gradients_alone(work: Work) -> None:
+    """Torch's function finds none there, and the rank goes on to the step."""
+    if not work.odd:
+        work.loss().backward()
+    torch.nn.utils.clip_grad_norm_(work.model.parameters(), 1.0)
+    work.optimizer.step()
 
 
 def move_alone(work: Work) -> None:
@@ -401,11 +392,6 @@ ONE_RANK = [
         Refused(RuntimeError, "let every rank make the same calls .* «if rank == 0».*zero_grad"),
     ),
     Wrong(
-        "a state dict on one rank",
-        instead(lambda work: work.optimizer.state_dict()),
-        Refused(RuntimeError, "rank 1 to state_dict: .*same calls .* none of them under «if rank == 0»"),
-    ),
-    Wrong(
         "an accessor on one rank",
         lambda work: safe_get_full_fp32_param(work.model[0].bias) if work.odd else work.optimizer.zero_grad(),
         Refused(RuntimeError, "rank 0 to zero_grad; rank 1 to call safe_get_full_fp32_param of 0.bias: "),
@@ -414,6 +400,11 @@ ONE_RANK = [
         "a parameter that is unfrozen on one rank",
         thaw_alone,
         Refused(RuntimeError, "3.weight: expected it frozen", "rank 1 could not step: RuntimeError: 3.weight"),
+    ),
+    Wrong(
+        "a norm by torch where one rank has no gradients",
+        clip_by_torch_without_gradients_alone,
+        Refused(RuntimeError, "the same call on every rank.*lowlevel_zero.clip_grad_norm_"),
     ),
     Wrong("a parameter over other memory on one rank", move_alone, Right()),
     Wrong(

@@ -46,9 +46,6 @@ def looks(rank: int, world_size: int) -> None:
         assert not gradient.requires_grad
         assert q.grad is not None
         torch.testing.assert_close(gradient.full_tensor(), q.grad)
-        torch.testing.assert_close(gradient.norm(), q.grad.norm())
-        torch.testing.assert_close(gradient.data.norm(1), q.grad.norm(1))
-        torch.testing.assert_close(gradient.detach().norm(float("inf")), q.grad.norm(float("inf")))
         torch.testing.assert_close(
             torch.linalg.vector_norm(gradient, dtype=torch.float64), torch.linalg.vector_norm(q.grad.double())
         )
@@ -116,6 +113,7 @@ def the_optimizer_goes(rank: int, world_size: int) -> None:
     assert all(p32.grad is None for group in inner.param_groups for p32 in group["params"])
     with pytest.raises(RuntimeError, match=r"0.weight: expected the optimizer .* which is gone"):
         kept.norm()
+    inner.step()  # nothing has gradients, and nobody else steps it
     second = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
     second.backward(loss_at(model, 0, rank))
     second.step()
@@ -167,56 +165,6 @@ def a_grad_scaler(rank: int, world_size: int) -> None:
     off.update()
     steps_on(model, optimizer, rank, world_size)
 
-
-def dropped_on_one_rank(rank: int, world_size: int) -> None:
-    """All are told, at the next call; and again when it is all gradients of one rank."""
-    model, optimizer = sharded(rank)
-    for clear in (lambda: setattr(model[0].weight, "grad", None), model.zero_grad):
-        if rank == world_size - 1:
-            clear()
-        with pytest.raises(RuntimeError, match=r"set to None for the same parameters on every rank.*0.weight"):
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.backward(loss_at(model, 0, rank))
-    optimizer.step()
-    if rank == 0:
-        model.zero_grad()
-    optimizer.backward(loss_at(model, 1, rank))
-    with pytest.raises(RuntimeError, match=r"set to None for the same parameters on every rank|zero_grad"):
-        optimizer.step()
-    optimizer.zero_grad()
-    optimizer.backward(loss_at(model, 0, rank))
-    optimizer.step()
-
-
-def clipped_where_one_rank_lacks_all(rank: int, world_size: int) -> None:
-    """Torch's function finds no gradients there, and the rank goes on to the step."""
-    model = net()
-    optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model)
-    if rank > 0:
-        loss_at(model, 0, rank).backward()
-
-    def clip_and_step() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"the same call on every rank.*lowlevel_zero.clip_grad_norm_"):
-        clip_and_step()
-    steps_on(model, optimizer, rank, world_size)
-
-
-def after_synchronize(rank: int, world_size: int) -> None:
-    model, optimizer = sharded(rank)
-    optimizer.synchronize()
-    before = model[0].weight.grad.clone()  # type: ignore[union-attr]
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    torch.testing.assert_close(model[0].weight.grad.clone(), before * 1e-3 / norm)  # type: ignore[union-attr]
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    steps_on(model, optimizer, rank, 3)
-
-
-# ---- one message for each cause ----
 
 MEMORY = r"0.weight: expected a tensor with memory, .* of p.grad.*full_tensor\(\).*copy_"
 NO_POINTER = r"[Cc]annot access data pointer"
@@ -306,31 +254,6 @@ def a_slice_is_read(rank: int, world_size: int) -> None:
     steps_on(model, optimizer, rank, world_size)
 
 
-def the_wrapped_optimizer_steps(rank: int, world_size: int) -> None:
-    """It would step slices, and leave the model as it is: it is refused at any time, before it has changed any."""
-    model, optimizer = sharded(rank)
-    inner = optimizer.optim
-    before = [p32.clone() for group in inner.param_groups for p32 in group["params"]]
-
-    def check() -> None:
-        with pytest.raises(
-            RuntimeError, match=r"got that of the AdamW.*call optimizer.step\(\), not optimizer.optim.st"
-        ):
-            inner.step()
-
-    check()
-    optimizer.synchronize()
-    check()
-    optimizer.zero_grad()
-    check()
-    after = [p32 for group in inner.param_groups for p32 in group["params"]]
-    assert all(map(torch.equal, before, after))
-    assert not inner.state
-    steps_on(model, optimizer, rank, world_size)
-    del optimizer
-    inner.step()  # nothing has gradients, and nobody else steps it
-
-
 def a_handle_is_kept(rank: int, world_size: int) -> None:
     """It would tell of another step's gradient: it refuses, whichever way its own was cleared."""
     model, optimizer = sharded(rank)
@@ -404,13 +327,7 @@ def detached_values(rank: int, world_size: int) -> None:
 
 def in_a_hook(rank: int, world_size: int) -> None:
     """A hook that runs behind the reduction's start would edit what is reduced later, or nothing."""
-    uses: list[Callable[[Any], Any]] = [
-        lambda p: p.grad.add_(p, alpha=0.1),
-        lambda p: p.grad.add_(0.1 * p.detach()),
-        lambda p: p.grad.mul_(0.5),
-        lambda p: p.grad.norm(),
-        lambda p: p.grad.clone(),
-    ]
+    uses: tuple[Callable[[Any], Any], ...] = (lambda p: p.grad.mul_(0.5), lambda p: p.grad.norm())
     for use in uses:
         model = net()
         optimizer = LowLevelZeroOptimizer(adamw(model.parameters()), model=model, reduce_bucket_size=1)
@@ -421,26 +338,6 @@ def in_a_hook(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
         hook.remove()
         steps_on(model, optimizer, rank, world_size)
-
-
-def looked_at_in_a_hook(rank: int, world_size: int) -> None:
-    """The optimizer's ways to ask for gradients are calls that all ranks make, and no hook's."""
-    model, optimizer = sharded(rank)
-    weight: Any = model[0].weight
-    optimizer.zero_grad()
-    looks = (
-        lambda: optimizer.get_param_grad(weight),
-        lambda: optimizer.get_working_grads_by_group_id(0),
-        lambda: optimizer.get_working_grad_by_param_id(id(weight)),
-        lambda: optimizer.get_partitioned_gradients_by_param_id(0, id(weight)),
-    )
-    for look in looks:
-        hook = model[2].weight.register_hook(lambda _, look=look: look())
-        with pytest.raises(RuntimeError, match="expected it outside of backward, got it within one"):
-            optimizer.backward(loss_at(model, 0, rank))
-        hook.remove()
-        optimizer.zero_grad()
-    steps_on(model, optimizer, rank, world_size)
 
 
 def within_ddp(rank: int, world_size: int) -> None:
@@ -498,17 +395,12 @@ USES = [
     the_optimizer_goes,
     old_gradients,
     a_grad_scaler,
-    after_synchronize,
-    dropped_on_one_rank,
-    clipped_where_one_rank_lacks_all,
     slices_before_a_backward,
     a_slice_is_read,
-    the_wrapped_optimizer_steps,
     a_handle_is_kept,
     nobody_keeps_a_handle,
     detached_values,
     in_a_hook,
-    looked_at_in_a_hook,
     within_ddp,
     by_hand,
 ]

@@ -347,7 +347,7 @@ MUTANTS = [
         "communication/agreement.py",
         "settings, *done = progress[2:]",
         "settings, _, *done = progress[2:]",
-        HANDLES,
+        DROPS,
     ),
     Mutant(
         "model.zero_grad() drops nothing",
