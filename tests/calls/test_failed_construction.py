@@ -15,120 +15,85 @@ from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_ranks
+from tests.support.scripts import Alone, Together, momentum, net, steps
 from tests.support.several import check_all
 
 ODD = 1  # the rank on which it goes wrong
 
 
-class Fault:
-    """What goes wrong at one place of the rank on which it is armed, once."""
-
-    def __init__(self, where: str, error: Exception) -> None:
-        self.where = where
-        self.error = error
-        self.armed = False
-
-    def strike(self, where: str) -> None:
-        if self.armed and where == self.where:
-            self.armed = False
-            raise type(self.error)(*self.error.args)  # anew: a traceback would keep what is constructed
+# From the first look, and after all was checked, to the last thing that is done.
+FAULTS = {"state": AttributeError("no such state"), "buffers": OSError("a file behind them"), "hook": KeyError("mine")}
+armed: list[str] = []  # where it goes wrong next, once
 
 
-NONE = Fault("nowhere", ValueError())
+def strike(where: str) -> None:
+    if where in armed:
+        armed.remove(where)
+        raise type(FAULTS[where])(*FAULTS[where].args)  # anew: a traceback would keep what is constructed
 
 
 class Sgd(torch.optim.SGD):
-    """A user's subclass whose state is looked up in a way of its own."""
+    """A user's subclass whose state is looked up in a way of its own; in a probe's copies as ever."""
 
-    fault = NONE
+    own = 0
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "state":
-            self.fault.strike("state")
+        if name == "state" and self.own == id(self):
+            strike("state")
         return super().__getattribute__(name)
 
 
 class Weight(nn.Parameter):
     """A parameter that may refuse a hook."""
 
-    fault = NONE
-
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        self.fault.strike("hook")
+        strike("hook")
         return super().register_post_accumulate_grad_hook(hook)
 
 
-class Model(nn.Module):
-    def __init__(self, fault: Fault = NONE) -> None:
-        super().__init__()
-        self.weight = Weight(torch.randn(3, 3))
-        self.weight.fault = fault
-        self.bias = nn.Parameter(torch.randn(3))
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*net(layers=2))
+        self[0].weight = Weight(self[0].weight.detach())
         self.register_buffer("seen", torch.zeros(2))
-        self.fault = fault
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        self.fault.strike("buffers")
+        strike("buffers")
         return super().buffers(recurse)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.to(self.weight.dtype) @ self.weight + self.bias).float().square().mean()
 
-
-# From the first look, and after all was checked, to the last thing that is done.
-FAULTS = {"state": AttributeError("no such state"), "buffers": OSError("a file behind them"), "hook": KeyError("mine")}
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def build(fault: Fault) -> tuple[Model, Sgd]:
-    model = Model(fault)
-    optimizer = Sgd(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer.fault = fault
-    return model, optimizer
+def wrap(model: Model) -> LowLevelZeroOptimizer:
+    inner = Sgd(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    inner.own = id(inner)
+    return LowLevelZeroOptimizer(inner, model=model, split="elements")
 
 
 def train_as_alone(model: nn.Module, optimizer: LowLevelZeroOptimizer, rank: int, world_size: int) -> None:
     """Three steps end as those of one process."""
     alone = Model()
-    alone.load_state_dict(model.state_dict())
-    plain = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
-    for step in range(3):
-        optimizer.backward(model(batch(step, rank)))
-        torch.stack([alone(batch(step, each)) for each in range(world_size)]).mean().backward()
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    steps(Together(rank), model, optimizer, range(3))
+    steps(Alone(world_size), alone, momentum(alone), range(3))
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=1e-5, atol=1e-6)
 
 
 def all_ranks_raise_and_may_try_again(rank: int, world_size: int) -> None:
     for where, error in FAULTS.items():
-        fault = Fault(where, error)
-        model, inner = build(fault)
-        fault.armed = rank == ODD
+        model = Model()
+        armed.extend([where] * (rank == ODD))
         with pytest.raises(type(error) if rank == ODD else RuntimeError) as caught:
-            LowLevelZeroOptimizer(inner, model=model, split="elements")
+            wrap(model)
         if rank != ODD:
             told = f"rank {ODD} could not construct its LowLevelZeroOptimizer: {type(error).__name__}: {error}"
             assert str(caught.value) == told
         del caught
-        assert not fault.armed, where
-
-        inner = Sgd(model.parameters(), lr=0.05, momentum=0.9)
-        optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
-        train_as_alone(model, optimizer, rank, world_size)
+        assert not armed, where
+        train_as_alone(model, wrap(model), rank, world_size)
 
 
 def a_group_that_one_rank_can_not_add(rank: int, world_size: int) -> None:
     """Before anything is changed, all go on without it."""
-    fault = Fault("state", FAULTS["state"])
-    model, inner = build(fault)
-    optimizer = LowLevelZeroOptimizer(inner, model=model, split="elements")
-    fault.armed = rank == ODD
+    optimizer = wrap(model := Model())
+    armed.extend(["state"] * (rank == ODD))
     with pytest.raises(AttributeError if rank == ODD else RuntimeError) as caught:
         optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
     if rank != ODD:
@@ -137,11 +102,9 @@ def a_group_that_one_rank_can_not_add(rank: int, world_size: int) -> None:
     train_as_alone(model, optimizer, rank, world_size)
 
     optimizer = LowLevelZeroOptimizer(Sgd([nn.Parameter(torch.ones(3))], lr=0.1), split="elements")
-    late = Weight(torch.ones(3))
-    late.fault = Fault("hook", FAULTS["hook"])
-    late.fault.armed = rank == ODD
+    armed.extend(["hook"] * (rank == ODD))
     with pytest.raises(KeyError if rank == ODD else RuntimeError, match="mine"):
-        optimizer.add_param_group({"params": [late]})
+        optimizer.add_param_group({"params": [Weight(torch.ones(3))]})
 
 
 # ---- several devices ----
