@@ -141,7 +141,8 @@ def _chosen(
     ]
     for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
         for p in group["params"]:
-            split = f"split by {choices[p].by}, costs {choices[p].costs}" if p in choices else "frozen"
+            choice = choices.get(p)
+            split = f"split by {choice.by}, costs {choice.costs}" if choice else "frozen"
             told = f"parameter {names[p]} of group {at}: {split}, {_described(p)}{_states(optimizer, p)}"
             lines[number_of.get(p, 0)].append(told)
     for tensor, name in own_names(model).items():
