@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.numbers import trained
 from tests.support.ranks import run_cases
 from tests.support.scripts import (
     WAYS,
@@ -23,9 +24,11 @@ from tests.support.scripts import (
     adamw,
     check_each,
     data,
+    judge,
     loss_at,
     momentum,
     net,
+    parameters_of,
     steps,
 )
 from tests.support.several import check_all
@@ -206,12 +209,19 @@ def compiled_autograd_refused(side: Alone) -> nn.Module:
     return model
 
 
+def train_once(rank: int, world_size: int, case: Case) -> tuple[dict[str, Tensor]]:
+    return (parameters_of(case.script(Together(rank, **case.options))),)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler looks at it
 def test_models_and_whole_steps_may_be_compiled_and_backwards_may_not(subtests: pytest.Subtests) -> None:
     ways = ("optimizer.backward", "loss.backward", "backward_pass")
     scripts = {way: step_compiled_whole(way) for way in ways}
     scripts |= {"a model": model_compiled, "compiled autograd": compiled_autograd_refused}
-    check_each({name: Case(script, {}) for name, script in scripts.items()}, subtests, timeout=100)
+    cases = {name: Case(script, {}) for name, script in scripts.items()}
+    for name, case, ran in trained(cases, train_once, timeout=100):
+        with subtests.test(name):
+            judge(case, ran.values())
 
 
 def test_an_optimizer_dies_by_reference_counting_alone_and_takes_its_hooks_along(subtests: pytest.Subtests) -> None:
