@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from tests.support.boosting import (
     sgd,
     theirs,
 )
+from tests.support.cases import check_cases
 from tests.support.judging import off_the_way
 from tests.support.ranks import run_ranks, run_ranks_expecting
 
@@ -64,49 +67,45 @@ def masters(pair: Pair) -> dict[str, Tensor]:
     return {record.name: record.p32.clone() for record in pair.optimizer.sharded_parameters}
 
 
+def in_folder(folder: Path, rank: int, world_size: int, check: Callable[..., None], *args: Any) -> None:
+    """A check in a folder of its own."""
+    place = folder / ", ".join(getattr(each, "__name__", str(each)) for each in (check, *args))
+    place.mkdir(exist_ok=True)
+    check(rank, world_size, place, *args)
+
+
 # ---- resuming ----
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage", "precision", "shard", "safetensors", "optimizer_first"),
-    [
-        (2, 1, "fp32", False, False, True),
-        (4, 2, "fp32", True, True, False),
-        (2, 2, "bf16", False, True, False),
-        (2, 1, "fp16", True, False, True),
-    ],
-)
-def test_a_resumed_run_is_the_run(
-    tmp_path: Path, world_size: int, stage: int, precision: str, shard: bool, safetensors: bool, optimizer_first: bool
+def a_resumed_run_is_the_run(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    stage: int,
+    precision: str,
+    shard: bool,
+    safetensors: bool,
+    optimizer_first: bool,
 ) -> None:
     options = {"stage": stage, "precision": precision, "initial_scale": 128}
-
-    def rank(rank: int, world_size: int) -> None:
-        whole = boost(ours, **options)
-        whole.train(rank, 0, 3)
-        save(whole, tmp_path, shard, safetensors)
-        resumed = boost(ours, seed=1, **options)
-        load(resumed, tmp_path, optimizer_first)
-        check_equal(whole.values(), resumed.values())
-        check_equal(masters(whole), masters(resumed))
-        check_equal(whole.optimizer.optim.state_dict(), resumed.optimizer.optim.state_dict())
-        start = masters(whole)
-        whole.train(rank, 3, 6)
-        resumed.train(rank, 3, 6)
-        if world_size == 2:
-            check_equal(whole.values(), resumed.values())
-            check_equal(whole.state(), resumed.state())
-        else:  # sums of four in another bucket order, which the first step of a run has, may round differently
-            off = off_the_way(start, masters(whole), masters(resumed))
-            # A state that is lost, or a step, puts a tenth of the way between them or more.
-            assert off <= {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-4}[precision], off
-        assert not torch.equal(whole.values()["inward.bias"], model_of().to(torch.float16).inward.bias)
-
-    run_ranks(rank, world_size)
-    assert not list(tmp_path.glob(".*")), "what was written beside is gone"
+    whole = boost(ours, **options)
+    whole.train(rank, 0, 3)
+    save(whole, folder, shard, safetensors)
+    resumed = boost(ours, seed=1, **options)
+    load(resumed, folder, optimizer_first)
+    check_equal(whole.values(), resumed.values())
+    check_equal(masters(whole), masters(resumed))
+    check_equal(whole.optimizer.optim.state_dict(), resumed.optimizer.optim.state_dict())
+    whole.train(rank, 3, 6)
+    resumed.train(rank, 3, 6)
+    check_equal(whole.values(), resumed.values())
+    check_equal(whole.state(), resumed.state())
+    assert not torch.equal(whole.values()["inward.bias"], model_of().to(torch.float16).inward.bias)
+    dist.barrier()
+    assert not list(folder.glob(".*")), "what was written beside is gone"
 
 
-def test_a_sharded_optimizer_keeps_its_loss_scale(tmp_path: Path) -> None:
+def a_sharded_optimizer_keeps_its_loss_scale(rank: int, world_size: int, folder: Path) -> None:
     """Files without one, which others write, load too; one that can't be is refused before anything is changed."""
 
     def scale(pair: Pair) -> dict[str, Any]:
@@ -119,71 +118,91 @@ def test_a_sharded_optimizer_keeps_its_loss_scale(tmp_path: Path) -> None:
         if loss_scale:
             content["metadata"]["lowlevel_zero.loss_scale"] = loss_scale
         dist.barrier()
-        if dist.get_rank() == 0:
+        if rank == 0:
             index.write_text(json.dumps(content))
         dist.barrier()
 
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, precision="fp16", hysteresis=2, growth_interval=5)
-        pair.train(rank, 0, 30)  # from 2**32 down to what fits, then up again and down
-        save(pair, tmp_path, shard=True)
-        resumed = boost(ours, seed=1, precision="fp16", hysteresis=2, growth_interval=5)
-        first = scale(resumed)
-        load(resumed, tmp_path)
-        assert scale(resumed) == scale(pair) != first
-        pair.train(rank, 30, 36)
-        resumed.train(rank, 30, 36)
-        check_equal(scale(pair), scale(resumed))
-        check_equal(pair.values(), resumed.values())
+    pair = boost(ours, precision="fp16", hysteresis=2, growth_interval=5)
+    pair.train(rank, 0, 30)  # from 2**32 down to what fits, then up again and down
+    save(pair, folder, shard=True)
+    resumed = boost(ours, seed=1, precision="fp16", hysteresis=2, growth_interval=5)
+    first = scale(resumed)
+    load(resumed, folder)
+    assert scale(resumed) == scale(pair) != first
+    pair.train(rank, 30, 36)
+    resumed.train(rank, 30, 36)
+    check_equal(scale(pair), scale(resumed))
+    check_equal(pair.values(), resumed.values())
 
-        (index,) = (tmp_path / "optimizer").glob("*.json")
-        rewrite(index)
-        without = boost(ours, seed=1, precision="fp16")
-        load(without, tmp_path)
-        assert scale(without) == first
-        rewrite(index, **{**first, "scale": -1.0})
-        untouched = boost(ours, seed=1, precision="fp16")
-        with pytest.raises(ValueError, match="scale"):
-            load(untouched, tmp_path, optimizer_first=True)
-        check_equal(untouched.optimizer.optim.state_dict()["state"], {})
-
-    run_ranks(rank, 2)
+    (index,) = (folder / "optimizer").glob("*.json")
+    rewrite(index)
+    without = boost(ours, seed=1, precision="fp16")
+    load(without, folder)
+    assert scale(without) == first
+    rewrite(index, **{**first, "scale": -1.0})
+    untouched = boost(ours, seed=1, precision="fp16")
+    with pytest.raises(ValueError, match="scale"):
+        load(untouched, folder, optimizer_first=True)
+    check_equal(untouched.optimizer.optim.state_dict()["state"], {})
 
 
-def test_masters_of_an_optimizer_without_states_keep_their_low_bits(tmp_path: Path) -> None:
-
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, sgd, precision="bf16")
-        pair.train(rank, 0, 3)
-        save(pair, tmp_path)
-        moved = masters(pair)["inward.weight"]
-        assert not torch.equal(moved, moved.bfloat16().float())
-        resumed = boost(ours, sgd, seed=1, precision="bf16")
-        load(resumed, tmp_path)
-        check_equal(masters(pair), masters(resumed))
-
-    run_ranks(rank, 2)
-    state = torch.load(tmp_path / "optimizer.pt")["state"]
+def masters_of_an_optimizer_without_states_keep_their_low_bits(rank: int, world_size: int, folder: Path) -> None:
+    pair = boost(ours, sgd, precision="bf16")
+    pair.train(rank, 0, 3)
+    save(pair, folder)
+    moved = masters(pair)["inward.weight"]
+    assert not torch.equal(moved, moved.bfloat16().float())
+    resumed = boost(ours, sgd, seed=1, precision="bf16")
+    load(resumed, folder)
+    check_equal(masters(pair), masters(resumed))
+    state = torch.load(folder / "optimizer.pt")["state"]
     assert state[0]["master_param"].shape == (11, 7)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_masters_of_a_run_that_sent_fp8_come_back_in_one_that_does_not(tmp_path: Path, shard: bool) -> None:
+def masters_of_a_run_that_sent_fp8_come_back(rank: int, world_size: int, folder: Path, shard: bool) -> None:
+    """In one that doesn't."""
+
     def wide(seed: int, **options: Any) -> Pair:
         model, booster = model_of(seed, width=50), Booster(plugin=ours(stage=2, precision="bf16", **options))
-        boosted, wrapped, *_ = booster.boost(model, adamw(groups_of(model)))
-        return Pair(booster, boosted, wrapped)
+        return Pair(booster, *booster.boost(model, adamw(groups_of(model)))[:2])
 
-    def rank(rank: int, world_size: int) -> None:
-        one, other = wide(0, fp8_communication=True), wide(1)
-        one.train(rank, 0, 2)
-        expected = masters(one)
-        assert any(not torch.equal(record.row, record.p32.bfloat16()) for record in one.optimizer.sharded_parameters)
-        save(one, tmp_path, shard)
-        load(other, tmp_path)
-        check_equal(expected, masters(other))
+    one, other = wide(0, fp8_communication=True), wide(1)
+    one.train(rank, 0, 2)
+    expected = masters(one)
+    assert any(not torch.equal(record.row, record.p32.bfloat16()) for record in one.optimizer.sharded_parameters)
+    save(one, folder, shard)
+    load(other, folder)
+    check_equal(expected, masters(other))
 
-    run_ranks(rank, 2)
+
+def a_safetensors_optimizer_is_read(rank: int, world_size: int, folder: Path) -> None:
+    """What ColossalAI's asynchronous saving writes."""
+    pair = boost(ours, precision="fp32")
+    pair.train(rank, 0, 2)
+    state = pair.state()
+    if rank == 0:
+        flat, metadata = _flatten_optim_state_dict(state)
+        text = {key: json.dumps(value) for key, value in metadata.items()}
+        save_file({key: value.clone() for key, value in flat.items()}, folder / "o.safetensors", text)
+    dist.barrier()
+    again = boost(ours, precision="fp32")
+    again.booster.load_optimizer(again.optimizer, str(folder / "o.safetensors"))
+    check_equal(state, again.state())
+
+
+def test_a_run_comes_back_from_its_files(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    cases = [
+        (a_resumed_run_is_the_run, 1, "fp32", False, False, True),
+        (a_resumed_run_is_the_run, 2, "bf16", False, True, False),
+        (a_resumed_run_is_the_run, 1, "fp16", True, False, True),
+        (a_resumed_run_is_the_run, 2, "fp32", True, True, False),
+        a_sharded_optimizer_keeps_its_loss_scale,
+        masters_of_an_optimizer_without_states_keep_their_low_bits,
+        (masters_of_a_run_that_sent_fp8_come_back, False),
+        (masters_of_a_run_that_sent_fp8_come_back, True),
+        a_safetensors_optimizer_is_read,
+    ]
+    check_cases(subtests, 2, partial(in_folder, tmp_path), cases)
 
 
 # ---- elsewhere ----
@@ -208,24 +227,51 @@ def test_another_world_size_loads_it(tmp_path: Path, precision: str, shard: bool
         run_ranks(loading, world_size)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "shard"), [(ddp, ours, False), (ours, ddp, True), (theirs, ours, True), (ours, theirs, False)]
-)
-def test_colossalais_plugins_load_it_and_save_for_it(tmp_path: Path, source: Any, target: Any, shard: bool) -> None:
+def from_one_plugin_to_another(rank: int, world_size: int, folder: Path, source: Any, target: Any, shard: bool) -> None:
     options = {"stage": 2, "precision": "fp32", "drop": source is not theirs}  # their shards want all to have a state
+    one = boost(source, **options)
+    one.train(rank, 0, 3)
+    save(one, folder, shard)
+    other = boost(target, seed=1, **options)
+    load(other, folder)
+    check_equal(one.values(), other.values())
+    one.train(rank, 3, 6)
+    other.train(rank, 3, 6)
+    check_close(one.values(), other.values(), 2e-6)
 
-    def rank(rank: int, world_size: int) -> None:
-        one = boost(source, **options)
-        one.train(rank, 0, 3)
-        save(one, tmp_path, shard)
-        other = boost(target, seed=1, **options)
-        load(other, tmp_path)
-        check_equal(one.values(), other.values())
-        one.train(rank, 3, 6)
-        other.train(rank, 3, 6)
-        check_close(one.values(), other.values(), 2e-6)
 
-    run_ranks(rank, 2)
+def activation_checkpointing_changes_no_names(
+    rank: int, world_size: int, folder: Path, source: Any, target: Any, wrapped: bool, shard: bool
+) -> None:
+    """Saved with it and loaded without, and the other way round, by this plugin and by ColossalAI's own."""
+
+    def pair_of(make: Any, wrapped: bool, seed: int) -> Pair:
+        model = model_of(seed, drop=False)
+        if wrapped:
+            model.inward, model.outward = checkpoint_wrapper(model.inward), checkpoint_wrapper(model.outward)
+        booster = Booster(plugin=make(precision="fp32"))
+        return Pair(booster, *booster.boost(model, adamw(groups_of(model)))[:2])
+
+    def values(pair: Pair) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in pair.model.unwrap().state_dict().items()}
+
+    one, other = pair_of(source, wrapped, 0), pair_of(target, not wrapped, 1)
+    one.train(rank, 0, 2)
+    save(one, folder, shard)
+    load(other, folder)
+    check_equal(values(one), values(other))
+    check_equal(list(values(one)), list(model_of().state_dict()))
+    one.train(rank, 2, 4)
+    other.train(rank, 2, 4)
+    check_close(values(one), values(other), 2e-6)
+
+
+def test_colossalais_plugins_load_it_and_save_for_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    ways = ((ours, ours, True), (ours, ddp, False), (ddp, ours, True))
+    cases = [(activation_checkpointing_changes_no_names, *way, shard) for way in ways for shard in (False, True)]
+    own = ((ddp, ours, False), (ours, ddp, True), (theirs, ours, True), (ours, theirs, False))  # set an accelerator
+    cases += [(from_one_plugin_to_another, *way) for way in own]
+    check_cases(subtests, 2, partial(in_folder, tmp_path), cases)
 
 
 def test_the_layout_is_colossalais(tmp_path: Path) -> None:
@@ -244,45 +290,9 @@ def test_the_layout_is_colossalais(tmp_path: Path) -> None:
         states = {
             name: torch.load(path) for name, path in files.items() if name.endswith("bin") and "model" not in name
         }
-        listed.append((list(files), indices, states))
+        listed.append([list(files), indices, states])
     assert len(listed[0][2]) > 3
-    check_equal(listed[0][0], listed[1][0])
-    check_equal(listed[0][1], listed[1][1])
-    check_equal(listed[0][2], listed[1][2])
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_activation_checkpointing_changes_no_names(tmp_path: Path, shard: bool) -> None:
-    """Saved with it and loaded without, and the other way round, by this plugin and by ColossalAI's own."""
-
-    def pair_of(make: Any, wrapped: bool, seed: int) -> Pair:
-        model = model_of(seed, drop=False)
-        if wrapped:
-            model.inward, model.outward = checkpoint_wrapper(model.inward), checkpoint_wrapper(model.outward)
-        booster = Booster(plugin=make(precision="fp32"))
-        return Pair(booster, *booster.boost(model, adamw(groups_of(model)))[:2])
-
-    def values(pair: Pair) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in pair.model.unwrap().state_dict().items()}
-
-    def rank(rank: int, world_size: int, source: Any, target: Any, wrapped: bool, folder: Path) -> None:
-        one, other = pair_of(source, wrapped, 0), pair_of(target, not wrapped, 1)
-        one.train(rank, 0, 2)
-        save(one, folder, shard)
-        load(other, folder)
-        check_equal(values(one), values(other))
-        check_equal(list(values(one)), list(model_of().state_dict()))
-        one.train(rank, 2, 4)
-        other.train(rank, 2, 4)
-        check_close(values(one), values(other), 2e-6)
-
-    def ranks(rank_: int, world_size: int) -> None:
-        for source, target, wrapped in ((ours, ours, True), (ours, ddp, False), (ddp, ours, True)):
-            folder = tmp_path / f"{source.__name__} to {target.__name__}"
-            folder.mkdir(exist_ok=True)
-            rank(rank_, world_size, source, target, wrapped, folder)
-
-    run_ranks(ranks, 2)
+    check_equal(*listed)
 
 
 def test_places_of_trainable_parameters_alone_are_understood(tmp_path: Path) -> None:
@@ -303,50 +313,28 @@ def test_places_of_trainable_parameters_alone_are_understood(tmp_path: Path) -> 
     check_equal(list(expected.values()), list(got.values()))
 
 
-def test_a_safetensors_optimizer_is_read(tmp_path: Path) -> None:
-    """What ColossalAI's asynchronous saving writes."""
-
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, precision="fp32")
-        pair.train(rank, 0, 2)
-        state = pair.state()
-        if rank == 0:
-            flat, metadata = _flatten_optim_state_dict(state)
-            text = {key: json.dumps(value) for key, value in metadata.items()}
-            save_file({key: value.clone() for key, value in flat.items()}, tmp_path / "o.safetensors", text)
-        dist.barrier()
-        again = boost(ours, precision="fp32")
-        again.booster.load_optimizer(again.optimizer, str(tmp_path / "o.safetensors"))
-        check_equal(state, again.state())
-
-    run_ranks(rank, 2)
+# ---- while training goes on ----
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_an_asynchronous_save_has_the_values_of_its_moment(shard: bool, tmp_path: Path) -> None:
+def an_asynchronous_save_has_the_values_of_its_moment(rank: int, world_size: int, folder: Path, shard: bool) -> None:
     """Training goes on meanwhile; the thread is held up until it has."""
     go_on = threading.Event()
-
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, precision="bf16")
-        pair.train(rank, 0, 2)
-        values, state = pair.values(), pair.state()
-        io = pair.booster.checkpoint_io
-        io._thread.submit(go_on.wait)
-        suffix = "" if shard else ".safetensors"
-        model, optimizer = (str(tmp_path / f"{name}{suffix}") for name in ("model", "optimizer"))
-        pair.booster.save_model(pair.model, model, shard=shard, use_async=True, size_per_shard=SMALL)
-        pair.booster.save_optimizer(pair.optimizer, optimizer, shard=shard, use_async=True, size_per_shard=SMALL)
-        pair.train(rank, 2, 4)
-        assert list(tmp_path.iterdir()) == []
-        dist.barrier()
-        go_on.set()
-        pair.booster.load_model(pair.model, model)
-        pair.booster.load_optimizer(pair.optimizer, optimizer)
-        check_equal(values, pair.values())
-        check_equal(state, pair.state())
-
-    run_ranks(rank, 2)
+    pair = boost(ours, precision="bf16")
+    pair.train(rank, 0, 2)
+    values, state = pair.values(), pair.state()
+    pair.booster.checkpoint_io._thread.submit(go_on.wait)
+    suffix = "" if shard else ".safetensors"
+    model, optimizer = (str(folder / f"{name}{suffix}") for name in ("model", "optimizer"))
+    pair.booster.save_model(pair.model, model, shard=shard, use_async=True, size_per_shard=SMALL)
+    pair.booster.save_optimizer(pair.optimizer, optimizer, shard=shard, use_async=True, size_per_shard=SMALL)
+    pair.train(rank, 2, 4)
+    assert list(folder.iterdir()) == []
+    dist.barrier()
+    go_on.set()
+    pair.booster.load_model(pair.model, model)
+    pair.booster.load_optimizer(pair.optimizer, optimizer)
+    check_equal(values, pair.values())
+    check_equal(state, pair.state())
 
 
 def test_what_an_asynchronous_save_meets_with_is_raised_by_the_next(tmp_path: Path) -> None:
@@ -418,38 +406,33 @@ def test_hybrid_adam_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     run_ranks(rank, 2)
 
 
-# ---- directories that are written again ----
+# ---- directories that are written again, buffers, and what a failure has left ----
 
 
-def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
-    def rank(rank: int, world_size: int) -> None:
-        pair = boost(ours, precision="fp32")
-        unstepped = str(tmp_path / "unstepped")
-        pair.booster.save_optimizer(pair.optimizer, unstepped, shard=True)
-        pair.train(rank, 0, 1)
-        pair.booster.save_optimizer(pair.optimizer, unstepped, shard=True)
-        folder = str(tmp_path / "optimizer")
-        pair.booster.save_optimizer(pair.optimizer, folder, shard=True, size_per_shard=SMALL)
-        dist.barrier()
-        assert (Path(unstepped) / "pytorch_optim.bin.index.json").exists()
-        many = len(list(Path(folder).iterdir()))
-        (Path(folder) / "notes.txt").write_text("mine") if rank == 0 else None
-        dist.barrier()
-        pair.booster.save_optimizer(pair.optimizer, folder, shard=True)
-        dist.barrier()
-        names = sorted(path.name for path in Path(folder).iterdir())
-        assert many > 4
-        assert names == [
-            "notes.txt",
-            "pytorch_optim-00001.bin",
-            "pytorch_optim.bin.index.json",
-            "pytorch_optim_group.bin",
-        ]
-        again = boost(ours, seed=1, precision="fp32")
-        again.booster.load_optimizer(again.optimizer, folder)
-        check_equal(pair.state(), again.state())
-
-    run_ranks(rank, 2)
+def a_directory_is_replaced_whole(rank: int, world_size: int, folder: Path) -> None:
+    pair = boost(ours, precision="fp32")
+    unstepped, place = folder / "unstepped", folder / "optimizer"
+    pair.booster.save_optimizer(pair.optimizer, str(unstepped), shard=True)
+    pair.train(rank, 0, 1)
+    pair.booster.save_optimizer(pair.optimizer, str(unstepped), shard=True)
+    pair.booster.save_optimizer(pair.optimizer, str(place), shard=True, size_per_shard=SMALL)
+    dist.barrier()
+    assert (unstepped / "pytorch_optim.bin.index.json").exists()
+    assert len(list(place.iterdir())) > 4
+    dist.barrier()
+    (place / "notes.txt").write_text("mine") if rank == 0 else None
+    dist.barrier()
+    pair.booster.save_optimizer(pair.optimizer, str(place), shard=True)
+    dist.barrier()
+    assert sorted(path.name for path in place.iterdir()) == [
+        "notes.txt",
+        "pytorch_optim-00001.bin",
+        "pytorch_optim.bin.index.json",
+        "pytorch_optim_group.bin",
+    ]
+    again = boost(ours, seed=1, precision="fp32")
+    again.booster.load_optimizer(again.optimizer, str(place))
+    check_equal(pair.state(), again.state())
 
 
 class Counted(torch.nn.Module):
@@ -461,28 +444,26 @@ class Counted(torch.nn.Module):
         self.register_buffer("order", torch.arange(5))
 
 
-@pytest.mark.parametrize(("shard", "use_async"), [(False, False), (True, False), (True, True)])
-def test_a_saved_model_has_the_first_rank_s_buffers(shard: bool, use_async: bool, tmp_path: Path) -> None:
+def a_saved_model_has_the_first_rank_s_buffers(
+    rank: int, world_size: int, folder: Path, shard: bool, use_async: bool
+) -> None:
     def boosted() -> Pair:
         booster, model = Booster(plugin=ours(precision="fp32")), Counted()
         return Pair(booster, *booster.boost(model, sgd(model.parameters()))[:2])
 
-    def rank(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        pair, path = boosted(), str(tmp_path / ("model" if shard else "model.pt"))
-        for buffer in pair.model.unwrap().buffers():
-            buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) + 7 * rank + 1)
-        saved = {name: each.clone() for name, each in pair.model.unwrap().named_buffers()}
-        pair.booster.save_model(pair.model, path, shard=shard, use_async=use_async)
-        pair.booster.checkpoint_io._sync_io()
-        dist.barrier()
-        again = boosted()
-        again.booster.load_model(again.model, path)
-        return saved, dict(again.model.unwrap().named_buffers())
+    def filled(buffer: Tensor, of: int) -> Tensor:
+        return (torch.arange(buffer.numel()).view(buffer.shape) + 7 * of + 1).to(buffer.dtype)
 
-    (first, loaded), (second, also) = run_ranks(rank, 2)
-    assert not any(torch.equal(first[name], second[name]) for name in first)
-    check_equal(first, loaded)
-    check_equal(first, also)
+    pair, path = boosted(), str(folder / ("model" if shard else "model.pt"))
+    for buffer in pair.model.unwrap().buffers():
+        buffer.copy_(filled(buffer, rank))
+    pair.booster.save_model(pair.model, path, shard=shard, use_async=use_async)
+    pair.booster.checkpoint_io._sync_io()
+    dist.barrier()
+    again = boosted()
+    again.booster.load_model(again.model, path)
+    for name, buffer in again.model.unwrap().named_buffers():
+        assert torch.equal(buffer, filled(buffer, 0)), name
 
 
 class FailingAdamW(torch.optim.AdamW):
@@ -496,27 +477,32 @@ class FailingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_loaded_checkpoint_mends_what_a_failed_step_has_left(shard: bool, tmp_path: Path) -> None:
-    def live(rank: int, world_size: int) -> None:
-        pair = boost(ours, lambda ps: FailingAdamW(ps, lr=0.1), stage=1, precision="fp32")
+def a_loaded_checkpoint_mends_what_a_failed_step_has_left(
+    rank: int, world_size: int, folder: Path, shard: bool
+) -> None:
+    pair = boost(ours, lambda ps: FailingAdamW(ps, lr=0.1), stage=1, precision="fp32")
 
-        def step() -> None:
-            pair.booster.backward(sum(p.square().sum() for p in pair.model.parameters()), pair.optimizer)
-            pair.optimizer.step()
+    def step() -> None:
+        pair.booster.backward(sum(p.square().sum() for p in pair.model.parameters()), pair.optimizer)
+        pair.optimizer.step()
 
-        def train() -> None:
-            step()
-            pair.optimizer.zero_grad()
+    step()
+    pair.optimizer.zero_grad()
+    save(pair, folder, shard=shard)
+    pair.optimizer.optim.fails = rank == 1
+    with suppress(MemoryError):
+        step()
+    pair.optimizer.optim.fails = False
+    pair.optimizer.zero_grad()
+    load(pair, folder)
+    step()
 
-        train()
-        save(pair, tmp_path, shard=shard)
-        pair.optimizer.optim.fails = rank == 1
-        with suppress(MemoryError):
-            step()
-        pair.optimizer.optim.fails = False
-        pair.optimizer.zero_grad()
-        load(pair, tmp_path)
-        train()
 
-    run_ranks(live, 2)
+def test_what_is_saved_is_whole_and_of_its_moment(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    both = (an_asynchronous_save_has_the_values_of_its_moment, a_loaded_checkpoint_mends_what_a_failed_step_has_left)
+    cases = [
+        a_directory_is_replaced_whole,
+        *((check, shard) for check in both for shard in (False, True)),
+        *((a_saved_model_has_the_first_rank_s_buffers, *how) for how in ((False, False), (True, False), (True, True))),
+    ]
+    check_cases(subtests, 2, partial(in_folder, tmp_path), cases)
