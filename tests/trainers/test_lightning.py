@@ -134,9 +134,8 @@ RUNS = {
         trainer=lambda: {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1)], "max_epochs": 3},
         zero=STAGE_2,
     ),
-    "moved to the host": Run(OnADevice, zero=STAGE_2 | LATE, fits=three_trainers),
+    "moved to the host": Run(lambda: OnADevice(adam=True), zero=STAGE_2 | LATE, fits=three_trainers),
     "fit, validate, fit": Run(zero=STAGE_2 | LATE, fits=fit_validate_fit),
-    "three trainers": Run(lambda: Net(adam=True), zero=STAGE_2 | LATE, fits=three_trainers),
     "two optimizers, three trainers": Run(Gan, zero=STAGE_2 | LATE, ddp=UNUSED, fits=three_trainers),
     "broken off": Run(NoBuffers, fits=broken_off),
 }

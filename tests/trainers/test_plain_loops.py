@@ -22,12 +22,6 @@ from tests.support.oracle import Run, build, groups, loss_of
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    whole = torch.compile(model, backend="aot_eager")
-    assert isinstance(whole, nn.Module)
-    return whole
-
-
 def compiled_in_place(model: nn.Module) -> nn.Module:
     model.compile(backend="eager")
     return model
@@ -64,12 +58,12 @@ class Loop:
 
 LOOPS = {
     "plateau, anomalies detected": Loop(scheduler=plateau, clip=0.5, tool=torch.autograd.detect_anomaly),
-    "compiled": Loop(compiled, clip=0.5),
     "compiled in place, layers dropped": Loop(
         compiled_in_place, run=Run(steps=5, drop=lambda step, rank: {(step + rank) % 3})
     ),
-    "checkpointed and compiled": Loop(lambda model: compiled_in_place(checkpointed(model)), clear="model", clip=0.5),
-    "cleared by the model": Loop(clear="model", clip=0.5, run=Run(steps=5, micro_batches=2)),
+    "checkpointed and compiled, micro-batches": Loop(
+        lambda model: compiled_in_place(checkpointed(model)), clear="model", clip=0.5, run=Run(steps=5, micro_batches=2)
+    ),
 }
 
 
