@@ -19,7 +19,16 @@ from .colossalai_names import ColossalNames
 from .communication.agreement import CONSTRUCT, Call, is_raised_by_all, moment, together
 from .communication.grid import Ranks, check_hybrid
 from .communication.shard_group import ShardGroup
-from .construction.prepare import ADD_GROUP, add_group, agreed_verbosity, check, connected, join, shard
+from .construction.prepare import (
+    ADD_GROUP,
+    add_group,
+    agreed_verbosity,
+    check,
+    connected,
+    garbage_collector_paused,
+    join,
+    shard,
+)
 from .construction.start_line import log_start
 from .diagnostics.settings import Settings
 from .diagnostics.untrained import Untrained
@@ -81,6 +90,7 @@ class LowLevelZeroOptimizer(ColossalNames):
         partition_grad: False: stage 1, True: stage 2.
     """
 
+    @garbage_collector_paused()
     def __init__(
         self,
         optimizer: Optimizer,

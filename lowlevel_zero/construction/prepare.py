@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +37,18 @@ _BACKWARDS = Alike(
 
 
 # ---- checks on each rank, before anything changes ----
+
+
+@contextmanager
+def garbage_collector_paused() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector from running in the body, which would look at all new records again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def join(ranks: Any, extra: Any, communication: object, diagnostics: object) -> ShardGroup:
