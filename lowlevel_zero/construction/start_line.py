@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from ..communication.process_groups import backends_by_device
 from ..layout.held import Sharded
-from ..layout.records import layout_of
+from ..layout.records import bytes_of
 from ..layout.text import counted, in_bytes, shares_text
 from ..partition import owned_by_rank
 
@@ -49,7 +49,6 @@ def log_start(optimizer: Sharded) -> None:
             "fp8_communication: rounding on the host takes longer than it saves, but over a link between hosts of "
             "less than about 4 Gbit/s"
         )
-    held = layout_of(optimizer).bytes
     with _shown():
         _log.info(
             "ZeRO stage %d: %s elements in %s over %s, %s by %s, %s a rank beside the optimizer's states",
@@ -59,7 +58,7 @@ def log_start(optimizer: Sharded) -> None:
             counted(ranks.ranks, "rank"),
             counted(sum(len(each.reducer.plan.whole) for each in optimizer.sharded_groups), "bucket"),
             way or backends_by_device(ranks.group)[device.type],
-            in_bytes(held.total - held.states),
+            in_bytes(bytes_of(optimizer)),
         )
         for group, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
             whole = [record.split for record in records if record.split.owner is not None]

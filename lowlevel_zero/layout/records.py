@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -69,8 +70,11 @@ class ParameterLayout:
         """Return all fields and what follows from them, as values for JSON."""
         sizes = {name: getattr(self.split, name) for name in ("numel", "padding", "slice_size")}
         dtypes = {"dtype": dtype_text(self.dtype), "communication_dtype": dtype_text(self.communication_dtype)}
-        both = {"everywhere": self.everywhere, "own": self.own, "bytes": self.everywhere + self.own}
-        held = {name: asdict(each) for name, each in both.items()}
+        held = {
+            "everywhere": asdict(self.everywhere),
+            "own": asdict(self.own),
+            "bytes": asdict(self.everywhere + self.own),
+        }
         found = {**vars(self), **dtypes, **sizes, **held, "spans": self.spans, "owners": self.owners}
         del found["split"]
         return found
@@ -244,6 +248,16 @@ def layout_of(optimizer: Sharded) -> Layout:
     return with_buckets(members, optimizer.options.stage, dist.get_rank())
 
 
+def bytes_of(optimizer: Sharded) -> int:
+    """Return the bytes that this rank holds of all parameters once they have gradients. Doesn't communicate."""
+    alike = Counter((record.split, record.p.dtype, record.owns_some) for record in optimizer.sharded_parameters)
+    total = 0
+    for (split, dtype, owns_some), count in alike.items():
+        everywhere, own = _held_of(split, dtype, optimizer.options)
+        total += count * (everywhere.total + (own.total if owns_some else 0))
+    return total
+
+
 def _members(optimizer: Sharded, group: ShardedGroup) -> list[ParameterLayout]:
     """Return the layouts of one shard group's parameters, with the present bytes of their states."""
     ranks, found = tuple(group.group.slice_ranks), []
@@ -265,16 +279,22 @@ def parameter_layout(
     states: int,
 ) -> ParameterLayout:
     """Return the layout of a parameter without its bucket; ``states``: bytes of its slice's optimizer states."""
-    travels, master = options.communication.dtype or dtype, options.master_dtype(dtype)
+    travels = options.communication.dtype or dtype
+    everywhere, own = _held_of(split, dtype, options)
+    own += Held(states=states)
+    return ParameterLayout(name, shape, dtype, travels, split, group, ranks, everywhere, own)
+
+
+def _held_of(split: Split, dtype: torch.dtype, options: ZeroOptions) -> tuple[Held, Held]:
+    """Return a parameter's bytes on every rank, and the additional bytes on the ranks that own its elements."""
+    travels = options.communication.dtype or dtype
+    master = options.master_dtype(dtype)
+    gradients = Held(gradients=(split.slice_size if options.stage == 2 else split.padded_numel) * travels.itemsize)
+    everywhere = Held(parameters=split.padded_numel * dtype.itemsize)
     copied = options.cpu_offload or master != dtype or options.communication.in_fp8(split)
     elements = split.padded_numel // split.rows
-    everywhere = Held(parameters=split.padded_numel * dtype.itemsize)
-    own = Held(masters=elements * master.itemsize if copied else 0, states=states)
-    if options.stage == 2:
-        own += Held(gradients=split.slice_size * travels.itemsize)
-    else:
-        everywhere += Held(gradients=split.padded_numel * travels.itemsize)
-    return ParameterLayout(name, shape, dtype, travels, split, group, ranks, everywhere, own)
+    own = Held(masters=elements * master.itemsize if copied else 0)
+    return (everywhere, own + gradients) if options.stage == 2 else (everywhere + gradients, own)
 
 
 def with_buckets(groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]], stage: int, rank: int = 0) -> Layout:
@@ -286,8 +306,12 @@ def with_buckets(groups: Iterable[tuple[Sequence[ParameterLayout], BucketPlan]],
         for bucket in plan:
             for index, start in zip(bucket.members, bucket.starts, strict=True):
                 placed[index] = replace(placed[index], bucket=len(buckets), offset=start)
-            first, names = members[bucket.members[0]], tuple(members[index].name for index in bucket.members)
-            kind = (bucket, first.split.rows, first.communication_dtype, first.dtype, first.split.owner)
-            buckets.append(BucketLayout(len(buckets), first.process_group, names, *kind))
+            buckets.append(_bucket(len(buckets), bucket, members))
         parameters += placed
     return Layout(rank, stage, tuple(parameters), tuple(buckets))
+
+
+def _bucket(number: int, planned: PlannedBucket, parameters: Sequence[ParameterLayout]) -> BucketLayout:
+    first, names = parameters[planned.members[0]], tuple(parameters[index].name for index in planned.members)
+    dtypes = first.communication_dtype, first.dtype
+    return BucketLayout(number, first.process_group, names, planned, first.split.rows, *dtypes, first.split.owner)

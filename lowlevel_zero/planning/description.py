@@ -14,7 +14,7 @@ from ..checkpoint.manifest import TRAINABLE
 from ..checkpoint.optimizers import Name
 from ..checkpoint.saved import SavedCheckpoint
 from ..layout.records import Layout, ParameterLayout, span_text
-from ..layout.text import aligned, counted, dtype_text, in_bytes, ranks_text, shape_text
+from ..layout.text import aligned, counted, in_bytes, ranks_text, shape_text
 
 
 def describe(checkpoint: SavedCheckpoint) -> dict[str, object]:
@@ -75,7 +75,8 @@ def _steps(checkpoint: SavedCheckpoint) -> tuple[int, int] | None:
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
-    return {"shape": tuple(tensor.shape), "dtype": dtype_text(tensor.dtype), "bytes": tensor.nbytes}
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"shape": tuple(tensor.shape), "dtype": dtype, "bytes": tensor.nbytes}
 
 
 def _names(value: Any) -> list[str] | str | None:
