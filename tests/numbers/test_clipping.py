@@ -205,6 +205,11 @@ def test_sixteen_bit_squares_do_not_overflow() -> None:
     assert norm == pytest.approx(120_000, rel=1e-3)
 
 
+def test_squares_are_added_over_ranks_not_norms() -> None:
+    norms = run_ranks(lambda rank, _: global_norm([torch.tensor([3.0 + rank])], 1.0, ShardGroup(), CPU).item(), 2)
+    assert norms == [5.0, 5.0]
+
+
 @on_ranks(3, [math.inf, -math.inf, math.nan])
 def test_one_bad_element_on_one_rank_is_seen_by_all(rank: int, bad: float) -> None:
     slices = slices_of(rank)

@@ -1,4 +1,4 @@
-"""The idea in one file trains as one process does; the smallest script goes on where it stopped."""
+"""The idea in one file trains as the package and as one process do; the smallest script goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.covering import covering
-from tests.support.oracle import Run, build, check_close, loss_of, train_alone
+from tests.support.oracle import Run, build, check_close, loss_of, train_alone, train_sharded
 from tests.support.ranks import run_cases, run_ranks
 from zero_in_one_file import ZeroOptimizer
 
@@ -48,24 +48,28 @@ def run_of(optimizer: str, world_size: int) -> Run:
     return Run(world_size, steps=4, drop=some_layers, optimizer=OPTIMIZERS[optimizer])
 
 
-def train(rank: int, world_size: int, optimizer: str, stage: int, bucket_size: int) -> dict[str, Tensor]:
-    """Return the parameters after a run of the example."""
+def train(rank: int, world_size: int, optimizer: str, stage: int, bucket_size: int) -> tuple[dict[str, Tensor], ...]:
+    """Return the parameters after a run of the example, and after the same run of the package."""
     run = run_of(optimizer, world_size)
     model = build(Run(seed=rank))  # The ranks start with different values, of which those of rank 0 count.
     sharded = ZeroOptimizer(model.parameters(), run.optimizer, stage, bucket_size)
     for step in range(run.steps):
         loss_of(model, run, step, 0, rank).backward()
         sharded.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    packaged, _ = train_sharded(rank, world_size, run.with_options(partition_grad=stage == 2))
+    return own, packaged
 
 
-def test_one_file_trains_as_one_process(subtests: pytest.Subtests) -> None:
+def test_one_file_trains_as_the_package_and_as_one_process(subtests: pytest.Subtests) -> None:
     world_size = 3
     alone = {name: train_alone(run_of(name, world_size))[0] for name in OPTIMIZERS}
     cases = covering(OPTIMIZERS, STAGES, BUCKET_SIZES)
     for (name, stage, bucket_size), ran in run_cases(train, world_size, cases, one_group=True):
         with subtests.test(optimizer=name, stage=stage, bucket_size=bucket_size):
-            check_close(alone[name], ran.values(), 2e-6)
+            own, packaged = zip(*ran.values(), strict=True)
+            check_close(alone[name], own, 2e-6)
+            check_close(packaged[0], own, 2e-6)
 
 
 def run_minimal(rank: int, world_size: int, folder: Path) -> tuple[int, float]:

@@ -166,7 +166,7 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_s
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's list of files")
-def test_the_sdist_has_what_is_tracked(tmp_path: Path) -> None:
+def test_the_sdist_has_what_is_tracked_and_its_tests_are_found(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in tracked:
@@ -180,3 +180,6 @@ def test_the_sdist_has_what_is_tracked(tmp_path: Path) -> None:
     (unpacked,) = tmp_path.glob("lowlevel_zero-*/")
     missing = {name for name in tracked if not (unpacked / name).exists() and not name.startswith(".git")}
     assert missing == set()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/calls/test_module_names.py"]
+    ran = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
