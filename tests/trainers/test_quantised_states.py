@@ -48,9 +48,6 @@ BITSANDBYTES: dict[str, Callable[[Any], Any]] = {
     "Adam, told": lambda params: bnb.optim.Adam(params, lr=1e-2, optim_bits=8),
     "Lion8bit": lambda params: bnb.optim.Lion8bit(params, lr=1e-3),
     "PagedAdamW8bit": lambda params: bnb.optim.PagedAdamW8bit(params, lr=1e-2),
-    "RMSprop8bit": lambda params: bnb.optim.RMSprop8bit(params, lr=1e-3),
-    "SGD8bit": lambda params: bnb.optim.SGD8bit(params, lr=1e-2, momentum=0.9),
-    "AdamW32bit": lambda params: bnb.optim.AdamW32bit(params, lr=1e-2),
     "Lion": lambda params: bnb.optim.Lion(params, lr=1e-3),
 }
 
@@ -124,7 +121,7 @@ def test_bitsandbytes_numbers_are_those_of_one_process(subtests: pytest.Subtests
         with subtests.test(which):
             expected = trained_alone(BITSANDBYTES[which], 4)
             for values, are in ran.values():
-                assert are == [which not in ("AdamW32bit", "Lion")] * 2 + [False] * 2
+                assert are == [which != "Lion"] * 2 + [False] * 2
                 for at in (0, 1, 3):  # of the third one process quantises the states
                     assert torch.equal(values[at], expected[at]), SIZES[at]
                 assert (values[2] - expected[2]).abs().max() <= 5e-3
@@ -369,8 +366,8 @@ def test_settings_by_parameter_come_along_to_slices(subtests: pytest.Subtests) -
         return train_embedded(way, when, rank, wrapped=True)
 
     cases = list(product(("by module", "by id"), ("before", "after")))
-    for (way, when), ran in [*run_cases(work, 1, cases), *run_cases(work, 2, cases)]:
-        with subtests.test(way=way, when=when, world_size=ran.job.world_size):
+    for (way, when), ran in run_cases(work, 2, cases):
+        with subtests.test(way=way, when=when):
             expected, quantised = train_embedded(way, when, 0, wrapped=False)
             assert quantised == [True, True, False]  # the embedding comes last
             for values, are in ran.values():
