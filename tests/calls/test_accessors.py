@@ -140,6 +140,9 @@ def masters_are_whole_and_round_to_the_parameter(rank: int, world_size: int) -> 
             assert not all(rounded)
 
 
+# Optimizer state
+
+
 def states_are_the_state_dict_s(rank: int, world_size: int) -> None:
     ways: list[tuple[torch.dtype, dict[str, Any]]] = [(torch.float32, {}), (torch.bfloat16, {"cpu_offload": True})]
     for dtype, options in ways:

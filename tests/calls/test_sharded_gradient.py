@@ -166,6 +166,19 @@ def a_grad_scaler(rank: int, world_size: int) -> None:
     steps_on(model, optimizer, rank, world_size)
 
 
+def after_synchronize(rank: int, world_size: int) -> None:
+    model, optimizer = sharded(rank)
+    optimizer.synchronize()
+    before = model[0].weight.grad.clone()  # type: ignore[union-attr]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    torch.testing.assert_close(model[0].weight.grad.clone(), before * 1e-3 / norm)  # type: ignore[union-attr]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    steps_on(model, optimizer, rank, 3)
+
+
+# ---- one message for each cause ----
+
 MEMORY = r"0.weight: expected a tensor with memory, .* of p.grad.*full_tensor\(\).*copy_"
 NO_POINTER = r"[Cc]annot access data pointer"
 COPIES = r"0.weight: expected a plain tensor to save, pickle or copy.*full_tensor\(\)"
@@ -395,6 +408,7 @@ USES = [
     the_optimizer_goes,
     old_gradients,
     a_grad_scaler,
+    after_synchronize,
     slices_before_a_backward,
     a_slice_is_read,
     a_handle_is_kept,
