@@ -77,13 +77,14 @@ def conclude(options: Options, model: nn.Module, history: History, text: Tensor,
     options.out.mkdir(parents=True, exist_ok=True)
     size, name = dist.get_world_size(), f"ZeRO-{options.stage}"
     tokens = len(history.train) * options.batch * options.accumulation * options.context * size
-    levels, ddp = ngrams(text, validation), dict(vars(estimate(model, size, stage=0)))
-    summary = {**asdict(history), "world_size": size, "ngrams": levels, "ddp": ddp, "sample": sample(model, options)}
+    levels, ddp = ngrams(text, validation), estimate(model, size, stage=0)
+    summary = {**asdict(history), "world_size": size, "ngrams": levels, "ddp": ddp.as_dict()}
+    summary["sample"] = sample(model, options)
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     losses = {**levels, "GPT at first": history.validation[0][1], "GPT at last": history.validation[-1][1]}
-    ddp["bucket_buffers"] = ddp["gradients"]  # its buckets are a second set of them
-    held = [(owner, in_bytes(ours), in_bytes(ddp[owner])) for owner, ours in history.held.items()]
-    ours, theirs = sum(history.held.values()), sum(ddp[owner] for owner in history.held)
+    of_ddp = {**vars(ddp), "bucket_buffers": ddp.gradients}  # its buckets are a second set of them
+    held = [(owner, in_bytes(ours), in_bytes(of_ddp[owner])) for owner, ours in history.held.items()]
+    ours, theirs = sum(history.held.values()), sum(of_ddp[owner] for owner in history.held)
     held.append(("together", in_bytes(ours), in_bytes(theirs)))
     print(f"""
 {len(history.train):,} steps in {history.seconds:.0f} s, {tokens / history.seconds:,.0f} tokens/s, \

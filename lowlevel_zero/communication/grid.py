@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
@@ -13,8 +14,10 @@ from .agreement import CONSTRUCT, Alike, agree, together
 from .backends.backend import Backend
 from .backends.hybrid import Hybrid
 from .backends.staged import Staged, is_staged
-from .process_groups import backends_by_device, union_group
+from .process_groups import await_all, backends_by_device, store_of, timeout_of, union_group
+from .progress import AGREEMENT
 from .shard_group import ShardGroup
+from .work import Work
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
@@ -47,12 +50,13 @@ def shard_group(
         RuntimeError: no process group is initialised, or another rank has other groups.
         TimeoutError: a rank of one of them didn't come.
     """
-    given = _groups(group, extra)
-    if len(given) == 1:
-        return ShardGroup(given[0])
+    if extra is None and not isinstance(group, (tuple, list)):
+        if group is not None:
+            _check_type(group)
+        return ShardGroup(group)
     if not (dist.is_available() and dist.is_initialized()):
         return ShardGroup()  # raises
-    outer, inner = given
+    outer, inner = _pair(group, extra)
     ranks = _ranks_of_grid(outer, inner, hybrid_shard, watch)
     if dist.get_world_size(outer) == 1:
         return ShardGroup(inner)
@@ -61,7 +65,7 @@ def shard_group(
 
 def check_hybrid(group: Ranks | None, extra: Ranks | None, hybrid_shard: object) -> None:
     """Raise ``ValueError`` if ``hybrid_shard`` is chosen without two process groups."""
-    if hybrid_shard and len(_groups(group, extra)) == 1:
+    if hybrid_shard and extra is None and not isinstance(group, (tuple, list)):
         raise ValueError(
             "hybrid_shard=True: expected two levels of ranks, got one: pass extra_dp_group, on whose ranks slices have "
             "replicas, beside dp_process_group, over which they are sharded"
@@ -127,48 +131,85 @@ def _ranks_of_grid(
     The ranks of a row tell each other their columns, and those of a column, one in each row, compare what they have
     found. An error in a row is told in all of its columns.
     """
-    row, column = (ShardGroup(each) if dist.get_rank(each) >= 0 else None for each in (inner, outer))
-    for level in filter(None, (row, column)):
-        watch(level)
-    for level in filter(None, (row, column, row)):
-        level.all_reduce_max([0])  # all come, or none goes on: at last all ranks of the row have met their columns
-    if row is None or column is None:
-        lacking = "inner" if row is None else "outer"
-        error = ValueError(
-            f"{_KEYWORDS}: expected groups that this process belongs to, got an {lacking} one without it: {_REMEDY}"
-        )
-        for level in filter(None, (row, column)):  # one at most, whose other ranks agree, too
-            agree(level, (), error)
-        raise error
+    _check_membership(outer, inner)
+    row, column = ShardGroup(inner), ShardGroup(outer)
+    watch(row)
+    watch(column)
+    _meet(row, column, row)  # at last all ranks of its row have met their columns
     with together(column, CONSTRUCT, _COLUMNS) as found:
         with together(row, CONSTRUCT, _HYBRID) as chosen:
-            backends = [dist.get_backend_config(group) for group in (outer, inner)]
-            if backends[0] != backends[1]:
-                raise ValueError(f"{_KEYWORDS}: expected groups of one backend, got {backends[0]} and {backends[1]}")
+            _check_pair(outer, inner)
             chosen.append(f"hybrid_shard={bool(hybrid_shard)}")
         columns = row.all_gather_object(column.slice_ranks)
         rows = list(map(list, zip_longest(*columns)))
-        ranks = list(chain(*rows))
-        if row.slice_ranks not in rows or None in ranks or len(set(ranks)) < len(ranks):
+        if row.slice_ranks not in rows or None in chain(*rows):
             raise ValueError(
                 f"{_KEYWORDS}: expected inner groups of one size, and outer groups that each have the ranks of one "
                 f"place in all of them, got the outer groups {columns} of the ranks of an inner group, "
                 f"{row.slice_ranks}: {_REMEDY}"
             )
         found += [f"outer groups {columns}", *chosen]
-    return ranks
+    return list(chain(*rows))
 
 
-def _groups(group: Any, extra: Any) -> list[Any]:
-    """Return the caller's one group, which may be None, or the outer and the inner one; raise for other arguments."""
+def _check_membership(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
+    """Raise ``ValueError`` unless this process belongs to both groups; tell it the ranks of one. May communicate."""
+    for group, other, kind in ((outer, inner, "outer"), (inner, outer, "inner")):
+        if dist.get_rank(group) < 0:
+            error = ValueError(
+                f"{_KEYWORDS}: expected groups that this process belongs to, got an {kind} one without it: {_REMEDY}"
+            )
+            if dist.get_rank(other) >= 0:
+                level = ShardGroup(other)
+                _meet(*(level, level) if other is inner else (level,))  # as its other ranks do
+                agree(level, (), error)
+            raise error
+
+
+def _meet(*levels: ShardGroup) -> None:
+    """Wait in each shard group for all of its ranks, through the store; raise ``TimeoutError`` if one doesn't come."""
+    for level in levels:
+        come = partial(await_all, store_of(level.group, "grid"), level.slice_ranks, timeout_of(level.group))
+        level.progress.start(AGREEMENT, None, (), Work, come).wait()
+
+
+def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
+    """Return the outer and the inner group from the caller's arguments; raise for other arguments."""
     is_pair = isinstance(group, (tuple, list))
-    given = [*([] if extra is None else [extra]), *(group if is_pair else [group])]
-    is_group = [isinstance(one, dist.ProcessGroup) or one is dist.GroupMember.NON_GROUP_MEMBER for one in given]
-    if given != [None] and not (all(is_group) and len(given) == 1 + (is_pair or extra is not None)):
-        raise TypeError(
-            f"{_KEYWORDS}: expected process groups, one or two, (outer, inner), got dp_process_group={group!r:.60} and "
-            f"extra_dp_group={extra!r:.60}: pass what torch.distributed.new_group(ranks) or "
-            "device_mesh.get_group(name) gives: one of all ranks; or dp_process_group=(outer, inner); or the inner one "
-            "beside extra_dp_group, the outer one"
+    if is_pair and extra is not None:
+        raise ValueError(
+            "extra_dp_group: expected None beside a pair in dp_process_group, got one more group: leave one of them out"
         )
-    return given
+    if group is None:
+        raise ValueError(
+            "extra_dp_group: expected dp_process_group beside it, got None: pass the inner groups there, or "
+            "dp_process_group=(outer, inner)"
+        )
+    pair = tuple(group) if is_pair else (extra, group)
+    if len(pair) != 2:
+        raise ValueError(f"dp_process_group: expected a process group or two, (outer, inner), got {len(pair)}")
+    for one in pair:
+        _check_type(one)
+    return pair
+
+
+def _check_type(group: object) -> None:
+    """Raise ``TypeError`` unless ``group`` is a process group, or torch's mark for one without this rank."""
+    if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise TypeError(
+            f"{_KEYWORDS}: expected process groups, got {type(group).__name__} {group!r:.60}: pass what "
+            "torch.distributed.new_group(ranks) or device_mesh.get_group(name) gives"
+        )
+
+
+def _check_pair(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
+    """Raise ``ValueError`` for two groups that can't be a column and a row, as far as this rank knows."""
+    both = set(dist.get_process_group_ranks(outer)) & set(dist.get_process_group_ranks(inner))
+    if len(both) > 1:
+        raise ValueError(
+            f"{_KEYWORDS}: expected two groups that have this process alone in common, got ranks {sorted(both)} in "
+            f"both: {_REMEDY}"
+        )
+    backends = [dist.get_backend_config(group) for group in (outer, inner)]
+    if backends[0] != backends[1]:
+        raise ValueError(f"{_KEYWORDS}: expected groups of one backend, got {backends[0]} and {backends[1]}")

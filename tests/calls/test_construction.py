@@ -41,7 +41,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"initial_scale": "dynamic"}, TypeError, "initial_scale: expected a number above 0 .* got str 'dynamic'"),
     ({"backward_context": "fp8"}, TypeError, "backward_context: expected a callable"),
     ({"max_skipped_steps": -1}, ValueError, "loss_scale.max_skipped_steps: expected an int of at least 0 steps"),
-    ({"dp_process_group": [0, 1]}, TypeError, r"expected process groups, one or two.* got dp_process_group=\[0, 1\]"),
+    ({"dp_process_group": [0, 1]}, TypeError, "dp_process_group.* expected process groups, got int 0"),
     ({"pg_to_param_list": {"experts": []}}, TypeError, "pg_to_param_list: expected process groups"),
     ({"reduce_bucket_size": 0}, ValueError, "reduce_bucket_size: expected an int of at least 1 element, .* got 0"),
     ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm"),

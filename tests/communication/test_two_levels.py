@@ -209,19 +209,19 @@ CROSSED = {0: [0, 3], 3: [0, 3], 1: [1, 2], 2: [1, 2]}, {0: [0, 2], 2: [0, 2], 1
 BAD: dict[str, tuple[Callable[[Grid, int], dict[str, Any]], str]] = {
     "no inner group": (
         lambda grid, rank: {"extra_dp_group": grid.outer},
-        "expected process groups, one or two, (outer, inner), got dp_process_group=None",
+        "extra_dp_group: expected dp_process_group beside it, got None",
     ),
     "three groups": (
         lambda grid, rank: {"dp_process_group": (grid.outer, grid.inner, grid.inner)},
-        "expected process groups, one or two, (outer, inner), got dp_process_group=(",
+        "expected a process group or two, (outer, inner), got 3",
     ),
     "a pair and an extra group": (
         lambda grid, rank: {"dp_process_group": (grid.outer, grid.inner), "extra_dp_group": grid.outer},
-        "expected process groups, one or two, (outer, inner), got dp_process_group=(",
+        "extra_dp_group: expected None beside a pair",
     ),
     "the same group twice": (
         lambda grid, rank: {"dp_process_group": (grid.inner, grid.inner)},
-        "expected inner groups of one size",
+        "have this process alone in common, got ranks [",
     ),
     "a group of other ranks": (
         lambda grid, rank: {"dp_process_group": (grid.outer, dist.new_group([0, 1]))},

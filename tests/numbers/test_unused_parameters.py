@@ -15,14 +15,13 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import unused_parameters
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.internals import with_and_without_detection
-from tests.support.numbers import trained
+from tests.support.numbers import STAGES, trained
 from tests.support.on_ranks import on_ranks
 from tests.support.patching import patch_rank
 from tests.support.ranks import run_cases, run_ranks
 from tests.support.tower import (
     CALLS,
     LAYERS,
-    STAGES,
     TIMEOUT,
     Tower,
     Training,

@@ -59,7 +59,7 @@ FAILING: dict[str, tuple[Program, str]] = {
         replace(_failing("backward", "sleep", "backward", "step", carrier="nccl"), schedule=1),
         "_move",
     ),
-    "tells the others of states that it owns": (_failing("backward", "step", "keep state", part=WHOLE), "_told"),
+    "tells the others of states that it owns": (_failing("backward", "step", "keep state", part=WHOLE), "told"),
     "brings back what sleeps, in a plain backward whose exception its caller ignores": (
         replace(_failing("backward", "sleep", "plain", "step", carrier="nccl"), schedule=1),
         "_move",
