@@ -225,9 +225,9 @@ class Stepper:
             for part in parts:
                 for bucket in part.buckets:
                     self.assign_gradients(bucket, factor, by_optimizer, overflow is not None)
+                if in_parts and not left_out:
+                    self._step_part(part.records)
                 if in_parts or left_out:
-                    if not left_out:
-                        self._step_part(part.records)
                     self._gather(part)
         if not (in_parts or left_out):
             self._step_own()
