@@ -34,8 +34,8 @@ from .diagnostics.settings import Settings
 from .diagnostics.untrained import Untrained
 from .diagnostics.verification import verify
 from .experts.assignment import data_parallel_group
+from .gradients.dispatch import make_handles
 from .gradients.global_norm import GlobalNorm, clip_factor
-from .gradients.sharded_gradient import make_handles
 from .lives import alive, let_go, refuse_wrapped, register, retire_former
 from .options import (
     CLIPPED_NORM,

@@ -24,9 +24,9 @@ from .diagnostics.bad_numbers import BadNumbers
 from .diagnostics.guards import Guard
 from .diagnostics.verification import verify
 from .gradients.calls import Calls
+from .gradients.dispatch import make_handles
 from .gradients.global_norm import GlobalNorm
 from .gradients.of_optimizer import OptimizerGradients
-from .gradients.sharded_gradient import make_handles
 from .loss_scaler import LossScaler
 from .offload.sleep import KINDS, Asleep, check_kinds, movable
 from .offload.step_on_host import StepOnHost

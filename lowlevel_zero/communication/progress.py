@@ -108,7 +108,7 @@ class Progress:
 
     def check_process(self, doing: object) -> None:
         """Raise ``RuntimeError`` in a fork of the process that joined the group."""
-        if self.is_forked:
+        if os.getpid() != self.process:  # not by ``is_forked``, for the sake of a call in each collective
             raise RuntimeError(
                 f"{doing}: expected the process that constructed the optimizer ({self.process}), got a fork of it "
                 f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "

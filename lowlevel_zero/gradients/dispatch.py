@@ -6,19 +6,17 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..bookkeeping.gradient_store import Edit, GradientStore
-from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter
 from . import refusals
 from .of_optimizer import Change, OptimizerGradients
 from .operations import Args, Keywords, mapped, name_of, number_in, tensors_in, written_arguments
-
-if TYPE_CHECKING:
-    from .sharded_gradient import ShardedGradient, Wholes
+from .sharded_gradient import ShardedGradient, Wholes
 
 # It is called with an operator and its arguments.
 Performer: TypeAlias = Callable[[Any, Args, Keywords], Any]
@@ -26,8 +24,15 @@ Performer: TypeAlias = Callable[[Any, Args, Keywords], Any]
 _SHOWN = 4  # numbers of a list in a message
 
 
+def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
+    """Make the ``ShardedGradient`` objects that records show as ``p.grad`` and ``p32.grad``."""
+    for record in records:
+        record.handle = ShardedGradient(record, record.p, gradients)
+        record.slice_handle = ShardedGradient(record, record.p32, gradients)
+
+
 def _is_sharded(value: object) -> TypeGuard[ShardedGradient]:
-    return isinstance(value, Handle)  # of which ``ShardedGradient``, which imports this file, is the subclass
+    return isinstance(value, ShardedGradient)
 
 
 # ---- whole gradients ----
@@ -315,3 +320,6 @@ def _performer(func: Any) -> Performer:
         return _read
     elements = torch.Tag.pointwise in func.tags or name in _BY_ELEMENTS or name.startswith("_foreach_")
     return _by_elements if elements and written == ((0, "self"),) else _write
+
+
+ShardedGradient.perform = staticmethod(perform)

@@ -17,10 +17,10 @@ slice. Norms of it are the whole gradient's, so that clipping over either is tha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 from weakref import ReferenceType, ref
 
 import torch
@@ -31,7 +31,6 @@ from ..bookkeeping.sharded_parameter import Handle, ShardedParameter
 from ..bookkeeping.shown_gradients import check_slice, refuse_assigned
 from ..bookkeeping.step_state import refuse_compiled
 from . import refusals
-from .dispatch import perform
 from .of_optimizer import OptimizerGradients
 from .operations import Args, Keywords, name_of, tensors_in
 
@@ -43,13 +42,6 @@ if TYPE_CHECKING:
 Wholes: TypeAlias = "dict[ShardedGradient, Tensor]"
 
 _ADD_, _ADD = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
-
-
-def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
-    """Make the ``ShardedGradient`` objects that records show as ``p.grad`` and ``p32.grad``."""
-    for record in records:
-        record.handle = ShardedGradient(record, record.p, gradients)
-        record.slice_handle = ShardedGradient(record, record.p32, gradients)
 
 
 def _without_memory(method: str) -> Any:
@@ -76,6 +68,9 @@ class ShardedGradient(Handle):
     _gradients: ReferenceType[OptimizerGradients]
     _retired: bool
     _itself: object
+
+    # Performs an operator of torch, given with its arguments; ``dispatch`` has it, which imports this file.
+    perform: ClassVar[Callable[[Any, Args, Keywords], Any]]
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -179,7 +174,7 @@ class ShardedGradient(Handle):
         """Perform one torch operation; within a backward, only adding a gradient is allowed."""
         if torch._C._current_graph_task_id() != -1:
             return _perform_within_backward(func, args, kwargs or {})
-        return perform(func, args, kwargs or {})
+        return ShardedGradient.perform(func, args, kwargs or {})
 
     def held(self) -> tuple[ShardedParameter, OptimizerGradients]:
         """Return the record and the optimizer's gradients; raise if either is gone or the gradient was cleared."""
