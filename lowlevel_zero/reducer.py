@@ -191,6 +191,7 @@ class Reducer:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call."""
         if self._backwards.watch():
             self._follow_callers(adds=True)
+            self._warn_of_used()
         self._keeps_some = True
         self._state.complete = False
 
@@ -216,11 +217,17 @@ class Reducer:
     def _open_sync(self, reached: set[int] | None = None) -> None:
         """Open a sync as ``GradientSyncs.open`` does; warn once of gradients that a step has used already."""
         self.syncs.open(reached)
-        if not self._warned and any(bucket.stepped for bucket in self._gradients.buckets):
+        self._warn_of_used()
+
+    def _warn_of_used(self) -> None:
+        """Warn once, on the first rank, if a backward adds to gradients that a step has used already."""
+        used = () if self._warned else [bucket for bucket in self._gradients.buckets if bucket.stepped]
+        if used:
             self._warned = True
             _log.warning(
-                "backward: adds to gradients that the last step has used, since neither optimizer.zero_grad() nor "
-                "model.zero_grad() was called: call optimizer.zero_grad() after each step"
+                "backward: adds to gradients that the last step has used, as to that of %s, since neither zero_grad() "
+                "of its optimizer nor of the model was called: call zero_grad() of each optimizer after its step",
+                used[0].records[0].name,
             )
 
     def _close_sync(self) -> None:

@@ -125,9 +125,10 @@ class Contents:
             if p not in names:
                 name = self.optimizers[owner.optimizer].parameter_names()[p]
                 raise ValueError(
-                    f"model: expected all parameters of the optimizer in it, but {name}, {tuple(p.shape)}, isn't: pass "
-                    "the module that holds them all (an nn.ModuleDict of several); and if a layer was replaced after "
-                    "the optimizer was constructed, construct another one, which trains the new layer"
+                    f"model: expected the parameters that the optimizer trains, got none that is its {name}, "
+                    f"{tuple(p.shape)}: pass the module that holds them all (an nn.ModuleDict of several); if a layer "
+                    "was replaced after the optimizer was constructed, construct a new optimizer over "
+                    "model.parameters(), which trains the new layer"
                 )
         return number_of
 

@@ -53,10 +53,11 @@ class Untrained:
         if new:
             self._told.update(new)
             _log.warning(
-                "%s: got a gradient on rank %d, but no LowLevelZeroOptimizer trains it or averages its gradient over "
-                "the ranks. Was its layer replaced after the optimizer was constructed, or left out of the parameters? "
-                "Add it by optimizer.add_param_group({'params': [p]}) on every rank, or freeze it by "
-                "requires_grad_(False)",
+                "%s: got gradients on rank %d, but no LowLevelZeroOptimizer trains them or averages their gradients "
+                "over the ranks. If their layers were replaced after the optimizer was constructed, as by "
+                "load_state_dict(assign=True), construct a new LowLevelZeroOptimizer over model.parameters(). If they "
+                "were left out, call optimizer.add_param_group({'params': [...]}) on every rank. If they shall stay as "
+                "they are, call requires_grad_(False)",
                 listed(new),
                 dist.get_rank(),
             )

@@ -1,8 +1,9 @@
-"""Parameters that get gradients and that nobody trains: one warning, by name, on the ranks that have them."""
+"""Warnings of gradients that nobody uses, by name: no optimizer trains them, or a step has used them already."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_ranks
 from tests.support.scripts import loss_at, net
 from tests.support.several import told
@@ -83,7 +85,7 @@ def test_one_warning_names_them(subtests: pytest.Subtests) -> None:
             for rank, (soon, later) in enumerate(ran.values()):
                 assert later == []
                 warned = case.names and (not case.plain or rank == ODD)
-                start = f"{case.names}: got a gradient on rank {rank}, but no LowLevelZeroOpt"
+                start = f"{case.names}: got gradients on rank {rank}, but no LowLevelZeroOpt"
                 assert [line[: len(start)] for line in soon] == ([start] if warned else [])
 
 
@@ -105,4 +107,25 @@ def test_several_optimizers_of_a_model_warn_together() -> None:
         return lines
 
     for rank, (line,) in enumerate(run_ranks(train, 2)):
-        assert line.startswith(f"3.weight, 3.bias: got a gradient on rank {rank}, but no LowLevelZeroOptimizer")
+        assert line.startswith(f"3.weight, 3.bias: got gradients on rank {rank}, but no LowLevelZeroOptimizer")
+
+
+@on_ranks(2, product((0, 1, None), (0, 1)))
+def test_one_warning_names_the_optimizer_whose_gradients_are_not_cleared(
+    rank: int, runs: int | None, left: int
+) -> None:
+    """Whichever of two optimizers runs the backward, or neither, and whichever isn't cleared."""
+    model = net()
+    optimizers = [wrap(model[:2].parameters(), model), wrap(model[2:].parameters(), model)]
+    with told() as lines:
+        for step in range(3):
+            loss = loss_at(model, step)(rank)
+            loss.backward() if runs is None else optimizers[runs].backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            optimizers[1 - left].zero_grad()
+    names = ("0.", "1.") if left == 0 else ("2.", "3.")
+    assert len(lines) == (rank == 0), lines
+    for line in lines:
+        _, _, rest = line.partition("adds to gradients that the last step has used, as to that of ")
+        assert rest.startswith(names), line
