@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
 from .objects import Extra, read_data
 from .optimizers import (
+    Name,
     Optimizers,
+    called,
     check_optimizers,
     check_rank_state,
     check_same_optimizers,
@@ -103,7 +106,7 @@ def load_checkpoint(
         rank_state.clear()
         rank_state.update(own)
     if group.group_rank == 0:
-        _tell(saved, group.ranks, rank_state is not None)
+        _tell(saved, group.ranks, rank_state is not None, optimizers.keys() - schedulers.keys())
     return saved.objects.extra
 
 
@@ -131,8 +134,18 @@ def _state_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     return state
 
 
-def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool) -> None:
-    """Log on the first rank which parameters the checkpoint lacks, and which ranks' own states don't fit the ranks."""
+def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool, unscheduled: Collection[Name]) -> None:
+    """Log which parameters the checkpoint lacks, and which schedulers and ranks' own states of it weren't loaded.
+
+    ``unscheduled``: the optimizers for which no scheduler was passed.
+    """
+    left = [name for name in unscheduled if saved.objects.optimizers[name]["scheduler"] is not None]
+    if left:
+        _log.warning(
+            "load_checkpoint: the checkpoint has the state of %s, which wasn't passed: pass scheduler=..., or the "
+            "learning rate may begin anew",
+            ", ".join(sorted(called(name, "scheduler") for name in left)),
+        )
     left_out = list(saved.manifest.excluded)
     if left_out:
         _log.warning(

@@ -20,6 +20,7 @@ from tests.support.checkpoints import check_same, logged
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_ranks
 from tests.support.saving import Calls, Make, adamw, check_refused, held, linear, momentum, train
+from tests.support.several import told
 
 SHARES = 6  # of each batch: every world size here divides it
 
@@ -104,6 +105,17 @@ def test_two_optimizers_go_on_from_one_checkpoint_at_any_number_of_ranks(world_s
                 check_same(later, again.whole(), at=f"{path}, later")
 
     run_ranks(load, world_size)
+
+
+@on_ranks(2, ("dict", "list"))
+def test_one_warning_names_schedulers_that_are_not_loaded(rank: int, path: str, saved: Saved) -> None:
+    again = Trio(1)
+    optimizers: Any = again.as_list if path == "list" else again.as_dict
+    with told() as lines:
+        load_checkpoint(saved[0] / path, again.model, optimizers)
+    name = 1 if path == "list" else "adamw"
+    expected = f"load_checkpoint: the checkpoint has the state of scheduler[{name!r}], which wasn't passed"
+    assert [line[: len(expected)] for line in lines] == [expected] * (rank == 0)
 
 
 def test_a_checkpoint_of_several_consolidates_and_is_described(
