@@ -193,7 +193,8 @@ class Progress:
         missing = f". {self.missing}" if self.missing else ""
         return (
             f"{called(sys._getframe())}: every rank calls it, and this one has waited in vain for the {collective}: "
-            f"{why}{missing}: let every rank make the same calls in the same order"
+            f"{why}{missing}: let every rank make the same calls in the same order, none of them under «if rank == 0», "
+            "also a rank that has no batch left"
         )
 
     def queued(self) -> list[Collective]:

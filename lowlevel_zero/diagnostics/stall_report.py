@@ -36,6 +36,10 @@ _LEFT = 2**62  # a question's number that is never reached: an answer to it answ
 _LOOKS, _PATIENCE = 10, 3
 _SLOWEST_LOOK, _FASTEST_LOOK = 5.0, 0.02
 _SLOW = "All ranks have come: it is slow, or doesn't get through"
+_REMEDY = (
+    "A rank that is busy elsewhere may still come; if it leaves this call out, as under «if rank == 0» or because it "
+    "has no batch left, make the call on every rank"
+)
 
 # The answers to a question by global rank; None: there is none yet.
 _Answers: TypeAlias = Mapping[int, "dict[str, Any] | None"]
@@ -117,8 +121,9 @@ class Watch(Thread):
             if progress.missing:
                 waited = now - self._since
                 call = f" in {progress.call}, which all ranks call," if progress.call else ""
-                told = self.rank, waited, call, what, progress.missing
-                _log.warning("rank %d has waited %.3g s%s for the %s. %s", *told)
+                remedy = "" if progress.missing == _SLOW else f". {_REMEDY}"
+                told = self.rank, waited, call, what, progress.missing, remedy
+                _log.warning("rank %d has waited %.3g s%s for the %s. %s%s", *told)
         return True
 
     # ---- answering ----
