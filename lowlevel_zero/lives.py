@@ -21,7 +21,7 @@ _alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
 
 
 def register(optimizer: ShardedOptimizer) -> None:
-    """Add a complete ``optimizer`` to those that ``alive`` returns."""
+    """Add a constructed ``optimizer`` to the list that ``alive`` returns."""
     _alive[next(_made)] = optimizer
 
 

@@ -361,7 +361,7 @@ def merged(name: str, given: Any, keywords: Mapping[str, Any]) -> Any:
 
 
 def with_meanings(cls: type[T]) -> type[T]:
-    """Append the meanings of the options among its keywords to the docstring of ``cls``; a class decorator."""
+    """Return ``cls`` with the meanings of its constructor's options appended to its docstring; a class decorator."""
     known = {name: about.text for name, about in abouts(ZeroOptions).items()}
     for name, group in GROUPS.items():
         first, *_ = (group.__doc__ or "").partition("\n")

@@ -257,7 +257,7 @@ class Alignment(NamedTuple):
     wide: int = 1  # of a wider one
 
     def padded(self, columns: int) -> int:
-        """Return the width of a row that holds ``columns`` elements."""
+        """Return ``columns`` rounded up to a unit: ``wide`` where they are more, else ``short``, or less for a few."""
         unit = self.wide if columns > self.wide else self.short
         while 1 < unit <= self.short and unit * _LEAST_UNITS > columns:
             unit //= 2

@@ -305,7 +305,7 @@ class Reducer:
                 self._assign(assigned)
 
     def _assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
-        """Copy the gradients that callers have assigned to ``p32.grad`` into the sums; raise where there is no sum."""
+        """Copy gradients assigned to ``p32.grad`` into the sums; raise ``ValueError`` where no rank has a gradient."""
         for record in assigned:
             record.p32.grad = None if record.shown is None else record.slice_handle
         for record in assigned:

@@ -105,7 +105,7 @@ class GatherStore:
     _under_way: deque[Gather] = field(default_factory=deque)
 
     def start_gather(self, records: Sequence[ShardedParameter]) -> None:
-        """Start gathering stepped parameters, all of one device, dtype and owner. Communicates, alike on every rank."""
+        """Start gathering stepped parameters of one device, dtype and owner (None: all own rows). Communicates."""
         # The write goes past p: without this, a backward through the old values would go unnoticed.
         _increment_version([record.p for record in records])
         for record in records:

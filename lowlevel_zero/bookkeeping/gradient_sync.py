@@ -53,7 +53,7 @@ class GradientSyncs:
     # ---- one sync ----
 
     def open(self, reached: set[int] | None = None) -> None:
-        """Open a sync; ``reached``: the parameters that may get gradients; None: any. Communicates if detecting."""
+        """Open a sync of ``reached`` parameters (None: any), or put it off behind others. Communicates if detecting."""
         self._state.complete = False
         if self.put_off:  # all ranks run their syncs in one order
             named = None if reached is None else reached.union(self.gradients.leftovers())

@@ -104,7 +104,7 @@ class ShardedParameter:
 
     @property
     def common_name(self) -> str:
-        """Return a name that is the same on all ranks, also for an expert."""
+        """Return a name that is the same on all ranks: for an expert, its index and shard group instead of its name."""
         return f"expert parameter {self.index} of group {self.shard_group}" if self.shard_group else self.name
 
     @property

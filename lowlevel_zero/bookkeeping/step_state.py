@@ -112,7 +112,7 @@ class StepState:
         return self._scaler is not None
 
     def gradient_scale(self) -> float | Tensor:
-        """Return the factor that turns sums over the ranks into averaged, unscaled gradients."""
+        """Return the factor for sums over the ranks: that of the options' reduction, divided by any loss scale."""
         return self._average if self._scaler is None else self._average / self._scaler.scale
 
 

@@ -15,7 +15,7 @@ from ..partition import Split
 
 
 def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor``'s elements, 1-D, in the order in which the dense ``like`` lies in memory."""
+    """Return ``tensor`` as 1-D in the memory order of ``like``, which is dense and of its shape; a view if possible."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if like.is_contiguous():

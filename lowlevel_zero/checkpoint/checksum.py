@@ -58,7 +58,7 @@ class SummedFile:
         self._file.close()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``; it is in the file when a piece is full, or at ``sync``."""
+        """Append ``data`` to a buffer, which is written to the file and summed whenever it is full, and at ``sync``."""
         rest = memoryview(data)
         while rest:
             taken = rest[: _PIECE - self._filled]

@@ -166,7 +166,7 @@ def publish(written: Path, path: Path) -> None:
 
 
 def prune(path: Path, keep: int, runs: Collection[str]) -> None:
-    """Keep the ``keep`` newest whole checkpoints of these runs beside ``path``, and remove the older ones.
+    """Remove the whole checkpoints beside ``path`` that one of ``runs`` has saved, but for the ``keep`` newest.
 
     Warns of what can't be removed, and goes on with the others.
     """

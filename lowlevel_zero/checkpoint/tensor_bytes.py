@@ -70,7 +70,7 @@ def memory_of(flat: Tensor) -> memoryview:
 
 @cache
 def head_length(dtype: torch.dtype, dims: int) -> int:
-    """Return the number of bytes before the values of any tensor of this dtype and number of dimensions."""
+    """Return the length of what ``torch.load`` reads before the values of a tensor of this dtype and dimensions."""
     return len(TensorBytes(dtype, (0,) * dims, (0,) * dims).head())
 
 

@@ -81,5 +81,5 @@ def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text for a message."""
+    """Return ranks as text for a message, as in ``rank 3`` and ``ranks 0, 2, 5``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

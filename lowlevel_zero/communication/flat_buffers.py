@@ -42,7 +42,7 @@ def take_apart(buffer: Tensor, pieces: Sequence[Tensor]) -> None:
 
 
 def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
-    """Copy ``own`` into their rows of ``rows``, unless they are those rows."""
+    """Copy each of ``own`` into row ``rank`` of its ``rows``, unless the first one is that row's memory already."""
     if own[0].data_ptr() != rows[0][rank].data_ptr():
         torch._foreach_copy_([each[rank] for each in rows], list(own))
 
@@ -73,7 +73,7 @@ def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
 
 
 def sum_rows_in_fp32(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of ``[size, row]`` over the first dimension, rounded to ``dtype``, in one call."""
+    """Return the sum of ``[size, row]`` over the first dimension, added in fp32 at least, then rounded to ``dtype``."""
     return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)).to(dtype)
 
 

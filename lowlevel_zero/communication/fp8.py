@@ -64,7 +64,7 @@ def decode(encoded: Tensor, numel: int) -> Tensor:
 
 
 def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
-    """Return a mask of the numbers of ``rounded``, ``[n]``, that fp8 may have made of ``exact``, in any block.
+    """Return a mask of ``rounded``, ``[n]``: the numbers that fp8 may have made of ``exact``, whatever the blocks.
 
     A number that is tiny beside the largest may have been rounded in many ways, to one as tiny.
     """
@@ -121,7 +121,7 @@ def _in_blocks(rows: Tensor) -> Tensor:
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Return the exponents of blocks' scales, biased int32, from the blocks' largest absolute numbers."""
+    """Return the exponents of blocks' scales, int32 with a bias of 127; 255 where ``largest`` isn't finite."""
     exponents = ((largest.view(torch.int32) + _BEYOND_448) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
     return torch.where(largest.isfinite(), exponents.clamp(min=1), _NOT_FINITE)
 

@@ -91,7 +91,7 @@ class HybridGroup(ShardGroup):
 
     @property
     def levels(self) -> Sequence[ShardGroup]:
-        """Return the shard groups of the column and the row: what the first rank has reaches all by the two."""
+        """Return the shard groups of the column and the row, by which the first rank's values reach all ranks."""
         return self._outer, self._inner
 
     def _make_groups(self, sums_in_fp32: bool) -> None:

@@ -178,7 +178,7 @@ class ShardGroup:
 
     @property
     def levels(self) -> Sequence[ShardGroup]:
-        """Return the shard groups whose backends carry buffers: this one, or those of a grid's column and row."""
+        """Return the shard groups whose backends carry buffers: this one, or a grid's column and row."""
         return (self,)
 
     def group_of(self, device: torch.device) -> dist.ProcessGroup:
@@ -212,7 +212,7 @@ class ShardGroup:
         return f"pairwise messages over gloo ({pool if isinstance(pool, str) else f'{SWITCH}=0 is set on one of them'})"
 
     def bucket_size(self, device: torch.device) -> int:
-        """Return the default elements of a gradient bucket on ``device``."""
+        """Return the default size of a gradient bucket on ``device``, in elements."""
         return self.backend(device).bucket_size if device.type == "cpu" else DEVICE_BUCKET
 
     # ---- the data path: one flat buffer, [size, row], at a time; with ``fp8``, rows travel as ``fp8.py`` has it ----
@@ -220,7 +220,7 @@ class ShardGroup:
     def new_buffer(
         self, row: int, dtype: torch.dtype, device: torch.device, fp8: bool = False, rows: int | None = None
     ) -> Tensor:
-        """Return an uninitialised buffer, ``[rows or size, row]``, for one reduction, which takes it without a copy."""
+        """Return an uninitialised buffer, ``[rows or size, row]``, in the backend's memory, for one reduction."""
         return self.backend(device, fp8).new_buffer(row, dtype, device, rows)
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:

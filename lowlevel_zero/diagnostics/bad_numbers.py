@@ -143,7 +143,7 @@ class BadNumbers:
     # ---- the source ----
 
     def packed(self, records: Sequence[ShardedParameter], buffer: Tensor) -> None:
-        """Measure a bucket buffer before it is reduced, if a bad number in it would skip or refuse the step."""
+        """Keep a bucket buffer's largest absolute number, before its reduction, if a bad one stops the step."""
         if self._measures:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
             self._packed.append((records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))

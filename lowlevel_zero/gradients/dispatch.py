@@ -174,7 +174,7 @@ def _is_split_alike(record: ShardedParameter, value: ShardedGradient) -> bool:
 
 
 def _edit(func: Any, listed: bool, parts: Sequence[Any], keywords: Keywords, own: Tensor) -> None:
-    """Call the operator on this rank's slice, with the other arguments on its device and in its dtype."""
+    """Call the operator on ``own``, in a list if ``listed``, with other arguments moved to its device and dtype."""
 
     def beside(part: Tensor) -> Tensor:
         return part.to(own) if part.is_floating_point() and part.dim() else part.to(own.device)

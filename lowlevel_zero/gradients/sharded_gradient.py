@@ -139,7 +139,7 @@ class ShardedGradient(Handle):
 
     @property
     def data(self) -> Tensor:
-        """Return ``detach()``."""
+        """Return ``detach()``, a snapshot of this rank's slice; writes to it reach the gradient. Communicates."""
         return self.detach()
 
     @data.setter
@@ -313,7 +313,7 @@ class ViewOfGradient(ShardedGradient):
         return self._of.root()
 
     def live(self) -> ShardedGradient | None:
-        """Return None: a view can't be edited by slices."""
+        """Return None: an edit of a view needs the whole gradient, not this rank's slice alone."""
         return None
 
     def whole_in(self, wholes: Wholes) -> Tensor:

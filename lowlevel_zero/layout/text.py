@@ -54,7 +54,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def shares_text(shares: Sequence[Owned]) -> str:
-    """Return the elements that each rank owns whole as text, and how far the fullest rank is from the mean."""
+    """Return text: the elements that each rank owns whole, and how far the fullest and busiest are from the mean."""
     elements, work = zip(*shares, strict=True)
     counts = ", ".join(f"{count:,}" for count in elements[:_LISTED])
     more = f" and {counted(len(shares) - _LISTED, 'rank')} more" if len(shares) > _LISTED else ""

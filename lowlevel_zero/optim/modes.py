@@ -57,7 +57,7 @@ def switch(
 
 
 def _switch(optim: Optimizer, name: str, parameters: ParameterStore) -> None:
-    """Call the wrapped optimizer's method ``name`` for this rank's own slices, which it may write."""
+    """Call the wrapped optimizer's method ``name`` on this rank's slices, and note its writes as no caller's edits."""
     try:
         OwnedStep(optim, parameters)(name)
     finally:

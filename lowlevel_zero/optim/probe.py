@@ -172,7 +172,7 @@ class _Comparison:
         self._unlike: list[str | None] = []
 
     def difference(self) -> str | None:
-        """Step from the start, and then late in a run, and describe a difference, or None."""
+        """Step the whole and its parts, early and then late in a run; return a text about a difference, or None."""
         self._run(drops=self._trial.drops)
         found = self._found()
         if found is None:
@@ -197,7 +197,7 @@ class _Comparison:
                 self._unlike.append(unlike_settings(*self._optimizers))
 
     def _found(self) -> str | None:
-        """Describe a parameter, state or setting that isn't alike in the whole and its parts, or return None."""
+        """Return a text about values or settings that differ in the parts, or a state that can't be split, or None."""
         whole, cut = self._whole, self._trial.cut
         for part in self._parts:
             of_whole = (whole.params[part.places], self._starts[part.places], part.of(whole.params))
@@ -327,7 +327,7 @@ def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[
 
 
 def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield gradients that have ``_ALONG`` of their size in the weights' direction, row by row; the first is random.
+    """Yield each step's gradients: first random ones, then ones across the weights' rows but for ``_ALONG``.
 
     AdamP and SGDP remove the part that is parallel to the weights (Heo et al., 2021).
     """

@@ -58,7 +58,7 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
 
 
 def states_of_no_parameter(optim: Optimizer) -> State:
-    """Return what an optimizer keeps among its states under other keys than parameters, as a count of all steps.
+    """Return states under keys other than parameters, and under ``ADDED`` a class's entries of its state dict.
 
     Under ``ADDED`` is what its class adds to its own state dict; ``ValueError`` if that has tensors, maybe slices.
     """
@@ -76,7 +76,7 @@ def states_of_no_parameter(optim: Optimizer) -> State:
 
 
 def added_to(state_dict: Mapping[str, Any]) -> State:
-    """Return the entries that a class adds to its state dict, besides states and groups."""
+    """Return what an optimizer's class adds to its state dict, besides states, groups and this package's entries."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups", EXTRAS)}
 
 

@@ -16,7 +16,7 @@ _OTHER_WAYS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_US
 
 
 def check_plain(handed: object) -> None:
-    """Raise ``TypeError`` for a wrapped model, and for an optimizer that is sharded or a dummy."""
+    """Raise ``TypeError`` for a model in DDP, DP or FSDP, a sharded optimizer and accelerate's ``DummyOptim``."""
     if isinstance(handed, LowLevelZeroOptimizer):
         raise TypeError(
             "optimizer: expected a plain torch optimizer, got a LowLevelZeroOptimizer: hand over the one that it "

@@ -137,7 +137,7 @@ class Backend(ABC):
         return or_raise(self.chain.after(Work(wait, first.ready, first.tensors), start), failed)
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
-        """Return the memory for this rank's row of an all-reduce's ``total``."""
+        """Return the memory into which this rank sums its row of an all-reduce: a view of that row of ``total``."""
         return total[self.rank]
 
     def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
@@ -247,7 +247,7 @@ class HostBackend(Backend):
         return self.trade(Trade(Kind.REDUCE, buffer.view(-1), sizes, sizes), self.adding(buffer[self.rank], into))
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start summing all buffers on the owner, in rank order. Communicates."""
+        """Start summing all buffers on the owner, in rank order; the result, 1-D, is empty on others. Communicates."""
         flat = buffer.view(-1)
         sizes = [len(flat) if rank == owner else 0 for rank in range(self.size)]
         read = self.adding(flat) if self.rank == owner else lambda _: flat.new_empty(0)
@@ -318,7 +318,7 @@ class Alone(HostBackend):
     """The backend of a group of one rank: every collective is local."""
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Return a work whose result is ``read`` of no parts."""
+        """Return a work whose ``wait`` returns ``read({})``: there is no other rank to trade with."""
         return Work(lambda: read({}), tensors=(what.buffer,))
 
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
