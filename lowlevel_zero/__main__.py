@@ -81,7 +81,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(path: Path) -> SavedCheckpoint:
-    """Open the checkpoint at ``path``, or the newest whole checkpoint in it, which a line on stderr names."""
+    """Open the checkpoint at ``path``, or the newest whole one in it, told on stderr; raise if a file isn't whole."""
     found = locate(path)
     if found != path:
         print(f"{path}: the newest whole checkpoint is {found}", file=sys.stderr)

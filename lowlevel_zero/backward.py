@@ -96,7 +96,7 @@ class Backwards:
         self._state.failure.raise_deferred()
 
     def run(self, loss: Tensor, grad: Tensor | None, inputs: Inputs, retain_graph: bool, scales: bool = False) -> None:
-        """Run autograd's backward from ``loss`` in its own sync; warn once instead if it doesn't require grad."""
+        """Run autograd's backward from ``loss`` in a sync, or warn once if it requires no grad. Communicates."""
         with self.sync(loss, inputs, scales, by_itself=True) as root:
             if root.requires_grad:
                 torch.autograd.backward(root, grad, retain_graph=retain_graph, inputs=inputs)
@@ -124,7 +124,7 @@ class Backwards:
             )
 
     def _agree(self) -> None:
-        """Raise on all ranks unless all run the same backward, if optimizers share an order. Communicates then."""
+        """If optimizers share an order of reductions, raise on all ranks if backwards differ. Communicates then."""
         first, ranks = self._groups[0].reducer, self._groups[0].group
         if self._state.syncs and first.syncs.shares_order:
             within = any(each.syncs for each in StepState.in_backward)  # which starts its reductions after these

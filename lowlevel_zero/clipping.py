@@ -29,7 +29,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale gradients down to a common norm, after backward, and return the norm. Communicates: every rank calls it.
+    """Scale gradients down to a joint norm of ``max_norm``; return the norm before. Communicates: every rank calls it.
 
     Args:
         parameters: of models, or slices from ``optimizer.param_groups``; of one optimizer, of several, or of none.
@@ -71,7 +71,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    """Clamp each element of the averaged gradients to ``[-clip_value, clip_value]``. Every rank calls it.
+    """Clamp each element of the averaged gradients to ``[-clip_value, clip_value]``. Communicates.
 
     Args:
         parameters: as ``clip_grad_norm_`` takes them.

@@ -31,24 +31,24 @@ class ColossalNames(ShardedOptimizer):
         return None if self.last_norm is None else self.last_norm.value.item()
 
     def get_param_grad(self, working_param: Tensor) -> Tensor | None:
-        """Gather a parameter's averaged gradient, and return it whole; None if no rank has one.
+        """Gather a parameter's averaged gradient, and return it whole, or None if no rank has one. Communicates.
 
         Every rank calls it, after backward: reductions are finished, and in stage 2 the slices are gathered.
         """
         return self.gradients.whole(self.sharded_parameters[working_param], "get_param_grad")
 
     def get_working_grads_by_group_id(self, group_id: int) -> list[Tensor]:
-        """Return this rank's slices, ``[s]``, of a param group's averaged gradients. Every rank calls it."""
+        """Finish reductions; return copies of this rank's slices of a group's averaged gradients. Communicates."""
         return [own for _, own in self._own_gradients(lambda record: record.group == group_id)]
 
     def get_working_grad_by_param_id(self, param_id: int) -> Tensor | None:
-        """Return this rank's slice, ``[s]``, of a parameter's gradient, or None. Every rank calls it."""
+        """Finish reductions; return a copy of this rank's slice of ``id(p)``'s gradient, or None. Communicates."""
         return next((own for _, own in self._own_gradients(lambda record: id(record.p) == param_id)), None)
 
     def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[Tensor]:
-        """Return the slices of a gradient that this rank holds: all ranks' in stage 1, its own in stage 2.
+        """Return the slices of a gradient that this rank holds: stage 1, all ranks'; stage 2, its own. Communicates.
 
-        Stage 1 has the others' until a step or a second ``clip_grad_norm_``.
+        An empty list if there is none. Stage 1 has the others' until a step or a second ``clip_grad_norm_``.
         """
         for record, own in self._own_gradients(lambda each: each.group == group_id and id(each.p) == param_id):
             rows = self.gradients.group_of(record).gradients.averaged_rows(record)
@@ -89,9 +89,9 @@ class ColossalNames(ShardedOptimizer):
         pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
         only_on_master: bool = False,
     ) -> Iterator[tuple[dict[int, StateDict], float]]:
-        """Gather the state in pieces of at most ``max_shard_size`` MiB, and yield them with their sizes.
+        """Return an iterator that gathers states, in pieces of ``max_shard_size`` MiB, and yields them and their sizes.
 
-        Every rank calls it, and iterates to the end. The other arguments are ``state_dict``'s.
+        Every rank calls it, and iterates to the end: both communicate. The other arguments are ``state_dict``'s.
         """
         self.calls.finish_syncs("state_dict")
         return self.whole_state.shards(max_shard_size, pinned_state_dicts, only_on_master)

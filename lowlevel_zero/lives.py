@@ -46,7 +46,7 @@ def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[Sharded
 
 
 def refuse_wrapped(optimizer: object) -> None:
-    """Raise ``TypeError`` for an optimizer that is sharded, shards itself, or holds slices."""
+    """Raise ``TypeError`` for a ``ShardedOptimizer``, and for the optimizer that one wraps, which holds slices."""
     slices = {record.p32 for other in alive() for record in other.sharded_parameters}
     params = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
     if isinstance(optimizer, ShardedOptimizer) or not slices.isdisjoint(params):

@@ -170,10 +170,10 @@ class LowLevelZeroOptimizer(ColossalNames):
     def backward(
         self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Run a backward through ``loss``, and reduce the gradients. Communicates: every rank calls it.
+        """Run a backward from ``loss``, and start reducing its gradients, unless under ``no_sync``. Communicates.
 
-        fp16: the loss is scaled. Under ``no_sync`` gradients stay in ``p.grad``; otherwise ``p.grad`` is a
-        ``ShardedGradient`` afterwards, of which each rank holds a slice. A loss that doesn't require grad contributes
+        Every rank calls it. fp16: the loss is scaled. ``p.grad`` is a ``ShardedGradient`` afterwards, of which each
+        rank holds a slice; under ``no_sync`` gradients stay in it. A loss that doesn't require grad contributes
         nothing.
         """
         self._backwards.run(loss, None, inputs, retain_graph, scales=True)
@@ -185,9 +185,9 @@ class LowLevelZeroOptimizer(ColossalNames):
         inputs: Tensor | Sequence[Tensor] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Run a backward from ``tensor`` with the gradient ``grad``, as a pipeline stage does, and reduce gradients.
+        """Run a backward from ``tensor`` with its gradient ``grad``, and else as ``backward`` does. Communicates.
 
-        fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later stage.
+        fp16: ``grad`` must carry ``loss_scale`` already, as it does when it comes from a later pipeline stage.
         """
         self._backwards.run(tensor, grad, inputs, retain_graph)
 
@@ -225,9 +225,9 @@ class LowLevelZeroOptimizer(ColossalNames):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Finish all reductions, so that gradients can be read and edited. Communicates: every rank calls it.
+        """Finish all reductions, so that gradients can be read and edited; raise under ``no_sync``. Communicates.
 
-        Gradients may then be read and edited, as ``p.grad`` of the model's parameters, or as ``.grad`` of the slices in
+        Every rank calls it. Gradients are then ``p.grad`` of the model's parameters, or ``.grad`` of the slices in
         ``optimizer.param_groups`` (see ``ShardedGradient``). The name is Horovod's.
 
         Raises:
@@ -251,7 +251,7 @@ class LowLevelZeroOptimizer(ColossalNames):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients down to a global L2 norm, and return the norm before, 0-d. Communicates.
+        """Scale all gradients down to a global L2 norm of ``max_norm``, and return the norm before. Communicates.
 
         It does what ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does, in fewer kernels, and counts
         experts' gradients. Every rank calls it, with the same ``max_norm``.
@@ -277,10 +277,10 @@ class LowLevelZeroOptimizer(ColossalNames):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], T] | None = None) -> T | None:
-        """Finish reductions, step the slices, and gather parameters; under ``no_sync`` do nothing. Communicates.
+        """Finish reductions, clip, step unless fp16 overflowed, and gather; nothing under ``no_sync``. Communicates.
 
         Args:
-            closure: run first, with gradients enabled; its loss is returned.
+            closure: run first, with gradients enabled and under ``no_sync`` too; its loss is returned.
 
         As in torch, gradients stay until ``zero_grad``. fp16: on an overflow on any rank nothing is stepped,
         gradients are cleared and the loss scale backs off.
@@ -312,7 +312,7 @@ class LowLevelZeroOptimizer(ColossalNames):
         return loss
 
     def _catch_up(self, norm: GlobalNorm) -> None:
-        """After an error in a step, run the step's collectives that this rank hasn't run yet. Communicates."""
+        """After an error in a step, run its other collectives; count it unless all ranks left it. Communicates."""
         since, refused = moment(), False
         try:
             self.stepper.catch_up(norm)
@@ -324,7 +324,7 @@ class LowLevelZeroOptimizer(ColossalNames):
                 self._end_step(norm)
 
     def _end_step(self, norm: GlobalNorm) -> None:
-        """Count the step, and keep its ``norm``. May communicate."""
+        """Count the step, keep its ``norm``, update the bucket plans, and free idle buffers. May communicate."""
         self.last_norm = norm
         for each in self.sharded_groups:
             each.reducer.end_step()
@@ -335,9 +335,9 @@ class LowLevelZeroOptimizer(ColossalNames):
             self.mode = None  # the next call may write others through ``p.data``, where nothing shows that
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Finish reductions under way, and clear all gradients. Communicates: every rank calls it.
+        """Finish reductions, and set all gradients to None, or else to zeros. Communicates: every rank calls it.
 
-        With ``set_to_none=False`` they become zeros, and a parameter that had one is stepped with it. A ``zero_grad``
+        With ``set_to_none=False`` a parameter that had a gradient is stepped with its zeros. A ``zero_grad``
         that the wrapped optimizer's class has of its own is called in the end; it finds slices without gradients.
         """
         self.guard.enter("zero_grad", wakes=not set_to_none)
@@ -362,7 +362,7 @@ class LowLevelZeroOptimizer(ColossalNames):
     # ---- param groups, of which an optimizer is made ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shard the parameters of one more group. Communicates: every rank calls it.
+        """Add a group to the wrapped optimizer, and shard its parameters. Communicates: every rank calls it.
 
         Parameters that were frozen at construction, and aren't any more, come in this way too. Those that
         ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.

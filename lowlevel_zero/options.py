@@ -189,7 +189,7 @@ class Communication:
     )
 
     def in_fp8(self, split: Split) -> bool:
-        """Return whether a parameter travels in fp8, which one that a rank owns whole never does."""
+        """Return whether a parameter travels in fp8: if ``fp8``, one of 2048 elements or more that ranks split."""
         return self.fp8 and split.owner is None and split.numel >= FP8_MIN_NUMEL and split.world_size > 1
 
     def factor_of_sums(self, world_size: int) -> float:
@@ -280,7 +280,7 @@ class ZeroOptions:
             )
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the master slice of a parameter of ``dtype``."""
+        """Return a master slice's dtype for a parameter's: fp32 at least, or itself without ``master_weights``."""
         return torch.promote_types(dtype, torch.float32) if self.master_weights else dtype
 
     def _all(self) -> Iterator[tuple[str, object, About]]:
@@ -294,7 +294,7 @@ class ZeroOptions:
                 yield f"{name}.{each}", getattr(chosen, each), about
 
     def alike(self) -> Iterator[str]:
-        """Yield a line for each option whose value must be the same on all ranks."""
+        """Yield ``path=value`` for each option whose value must be the same on all ranks."""
         for path, value, about in self._all():
             if not about.may_differ:
                 yield f"{path}={value}"
@@ -313,7 +313,7 @@ def _check_type(name: str, group: object, expected: type) -> None:
 
 
 def options_of(keywords: Mapping[str, Any]) -> ZeroOptions:
-    """Return the options that the arguments of ``LowLevelZeroOptimizer`` choose, by name; others are left alone.
+    """Return the options that ``LowLevelZeroOptimizer``'s arguments, by name, choose; ignore other ``keywords``.
 
     Raises:
         TypeError, ValueError: a value is out of its range, or two arguments contradict each other.

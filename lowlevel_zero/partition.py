@@ -80,15 +80,15 @@ class EvenSplit:
 
     @property
     def short(self) -> int:
-        """Return the padding elements that must be appended to the gradient before it is packed."""
+        """Return the padding to append to a gradient before packing; 0 if ``multiple`` is 1, as packing pads then."""
         return self.padding if self.multiple > 1 else 0
 
     def room(self, bucket_size: int) -> int:
-        """Return the number of elements of parameters that fill a bucket."""
+        """Return the number of elements of parameters that fill a bucket: ``bucket_size`` itself."""
         return bucket_size
 
     def own_row(self, rows: Tensor, rank: int) -> Tensor:
-        """Return ``rank``'s row of ``rows``, ``[columns]``."""
+        """Return ``rank``'s row of ``rows``, ``[columns]``, as a view."""
         return rows[rank]
 
     def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class WholeSplit:
 
     @property
     def slice_size(self) -> int:
-        """Return the columns that the parameter takes in a bucket buffer, rounded up to a round address.
+        """Return the columns of the parameter in a bucket buffer: ``numel`` rounded up to a multiple of 16.
 
         The rounding of some matrix products depends on the address.
         """
@@ -142,7 +142,7 @@ class WholeSplit:
         return self.numel
 
     def room(self, bucket_size: int) -> int:
-        """Return the number of elements that fill a bucket: fewer than others, since each owner fills its own."""
+        """Return the elements of one owner's full bucket: ``bucket_size`` / ranks, but at least 2**18 or all of it."""
         return max(bucket_size // self.world_size, min(bucket_size, _LEAST_WHOLE))
 
     def span(self, rank: int) -> tuple[int, int]:
@@ -150,23 +150,23 @@ class WholeSplit:
         return (0, self.numel) if rank == self.owner else (0, 0)
 
     def own_row(self, rows: Tensor, rank: int) -> Tensor:
-        """Return ``rank``'s part of ``rows``: all columns on the owner, else an empty tensor."""
+        """Return a view of ``rank``'s part of ``rows``: all columns on the owner, else an empty tensor."""
         return rows[0] if rank == self.owner else rows[0, :0]
 
     def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
-        """Return the owner's part with the shape and strides of ``like``; an empty one unchanged."""
+        """Return a view of the owner's part with the shape and strides of ``like``; an empty one unchanged."""
         if flat.numel() < self.numel:
             return flat
         return torch.as_strided(flat, like.shape, like.stride(), flat.storage_offset())
 
     def reduce(self, group: Any, buffer: Tensor, fp8: bool, about: Any) -> Any:
-        """Start reducing a bucket buffer to the owner, which gets the sum, ``[row]``; others get ``[0]``."""
+        """Start reducing a bucket buffer to the owner, which gets ``[row]``; others get ``[0]``. Communicates."""
         return group.reduce(buffer, self.owner, about)
 
     def gather(
         self, group: Any, own: Sequence[Tensor], rows: Sequence[Tensor], fp8: bool, row: Alignment, about: Any
     ) -> Any:
-        """Start broadcasting the owner's parameters into ``rows``, each ``[1, numel]``. Communicates."""
+        """Start the owner's broadcast of ``own``, without fp8, into ``rows``, each ``[1, numel]``. Communicates."""
         return group.broadcast_from(self.owner, own, [each[0] for each in rows], about)
 
 
@@ -269,6 +269,6 @@ END_TO_END = Alignment()
 
 @cache
 def alignment_of(dtype: torch.dtype, wide_rows: bool = False) -> Alignment:
-    """Return the alignment of rows of ``dtype``; ``wide_rows``: also for NCCL's bandwidth."""
+    """Return the alignment of rows of ``dtype``: a cache line; if ``wide_rows``, 2**16 elements for rows above that."""
     unit = ROW_BYTES // dtype.itemsize
     return Alignment(unit, WIDE_ROW if wide_rows else unit)

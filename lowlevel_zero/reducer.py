@@ -74,7 +74,7 @@ class Reducer:
     # ---- gradients come ----
 
     def begin(self, loss: Tensor, inputs: Tensor | Sequence[Tensor] | None, by_itself: bool) -> None:
-        """Open the sync of an ``optimizer.backward`` from ``loss``. Communicates if unused parameters are detected.
+        """Open the sync of an ``optimizer.backward`` from ``loss``, unless under ``no_sync``. May communicate.
 
         ``by_itself``: no other optimizer's backward runs within.
         """
@@ -93,9 +93,9 @@ class Reducer:
                 self._open_sync(reached)
 
     def end(self, failed: bool) -> None:
-        """Close the sync of an ``optimizer.backward``, even after an error: other ranks wait for this rank's part.
+        """Close the sync of an ``optimizer.backward``, if one is open, even after an error. Communicates.
 
-        An interrupt waits for nobody, and leaves the sync open.
+        Other ranks wait for this rank's part. An interrupt waits for nobody, and leaves the sync open.
         """
         if failed and not isinstance(sys.exc_info()[1], Exception):
             self._gradients.put_back()
@@ -109,7 +109,7 @@ class Reducer:
 
     @staticmethod
     def gradient_ready(reducer: ReferenceType[Reducer], record: ShardedParameter, _: Tensor) -> None:
-        """Handle a gradient that autograd has just left in ``p.grad``: fill its bucket, and start complete ones."""
+        """Count a gradient in ``p.grad`` for its bucket, or let it wait; start complete buckets. Communicates."""
         self = reducer()
         assert self is not None, "its hooks go with it"
         buckets, state, running = self._buckets, self._state, StepState.in_backward
@@ -124,9 +124,9 @@ class Reducer:
             self.syncs.start_complete()
 
     def _admit(self, record: ShardedParameter, earlier: bool) -> bool:
-        """Return whether a gradient is reduced now, by the open sync or by one that it opens, or waits in ``p.grad``.
+        """Return whether a gradient is reduced now, opening a sync if need be; else it waits in ``p.grad``.
 
-        A frozen one goes; in a sync of everything its bucket sees to that. ``earlier``: ``p.grad`` had another before.
+        A frozen one is dropped, in a sync of all parameters by its bucket. ``earlier``: ``p.grad`` had another before.
         """
         if not record.p32.requires_grad:
             of_this_sync = self._buckets.is_open and record.index in self._buckets.arrivals
@@ -150,7 +150,7 @@ class Reducer:
         return True
 
     def _begin_plain(self, record: ShardedParameter) -> bool:
-        """Open the sync of a plain ``loss.backward()``, whose first gradient has come; return False if that waits.
+        """Open the sync of a plain ``loss.backward()`` at its first gradient; return False if ranks must agree before.
 
         An error, as of a backward that can't be reduced, ends it, and other gradients don't come: they are lost.
         """
@@ -196,7 +196,7 @@ class Reducer:
         self._state.complete = False
 
     def _backward_ended(self) -> None:
-        """Close the sync of a plain backward that has ended."""
+        """Close the sync of a plain backward that has ended; without one, show kept gradients. Communicates."""
         if self._buckets.is_open:
             self._close_sync()
             self._state.failure.raise_deferred()
@@ -215,7 +215,7 @@ class Reducer:
     # ---- one sync ----
 
     def _open_sync(self, reached: set[int] | None = None) -> None:
-        """Open a sync as ``GradientSyncs.open`` does; warn once of gradients that a step has used already."""
+        """Open a sync as ``GradientSyncs.open`` does; warn once of gradients that a step has used. May communicate."""
         self.syncs.open(reached)
         self._warn_of_used()
 
@@ -241,9 +241,9 @@ class Reducer:
         return self._keeps_some or bool(self._buckets.in_flight or self._gradients.buckets)
 
     def _follow_callers(self, touched: Sequence[ShardedParameter] | None = None, adds: bool = False) -> None:
-        """Drop the gradients whose ``p.grad``, or slice's, the caller has set to None; close an open sync before.
+        """Drop gradients whose ``p.grad``, or slice's, the caller has set to None; close an open sync. May communicate.
 
-        Which of its reductions have been started differs by rank, so they all come first. Gradients that a later
+        Which of its reductions have been started differs by rank, so it is closed first. Gradients that a later
         backward has left in it stay. If a backward ``adds``, sums are dropped that an assigned gradient replaces;
         raises if that is a slice's.
         """
@@ -261,9 +261,9 @@ class Reducer:
             self._drop(cleared)
 
     def _drop(self, cleared: Sequence[ShardedParameter]) -> None:
-        """Drop the sums of parameters, and note it for the ranks to compare.
+        """Drop sums of parameters, behind the reductions under way; note it for the ranks to compare later.
 
-        It is done behind the reductions under way, so that sums change in one order on all ranks.
+        So sums change in one order on all ranks.
         """
         in_flight = self._buckets.in_flight
         dropped = self._gradients.with_sums(cleared, in_flight)
@@ -325,11 +325,11 @@ class Reducer:
         completes: bool = False,
         assigned: Iterable[ShardedParameter] = (),
     ) -> bytes | None:
-        """Agree on the call, and run the syncs that other ranks ran; return the presence map, or None. Communicates.
+        """Agree on the call, and run all ranks' syncs to the end; return the presence map, or None. Communicates.
 
-        Nothing is in flight then. On a device the current stream has yet to ``join`` the sums. Gradients that are left
+        None: no gradient lacked. On a device the current stream has yet to ``join`` the sums. Gradients that are left
         in ``p.grad`` stay there, unless the call ``completes`` them. The call comes first, before anything is done.
-        ``assigned``: whose slice's gradient the caller has assigned.
+        ``assigned``: the records whose slice's gradient the caller has assigned.
         """
         if self._backwards.running:
             self._backwards.running.clear()
@@ -355,7 +355,7 @@ class Reducer:
         return present
 
     def _compare(self, call: Call, leftovers: Sequence[int], assigned: Iterable[ShardedParameter]) -> SyncProgress:
-        """Compare this rank's progress with the others', and return the agreed one. Communicates.
+        """Return the furthest progress of all ranks; raise if their calls or callers' changes differ. Communicates.
 
         Gradients that are left in ``p.grad`` take one more sync on this rank.
         """
@@ -380,7 +380,7 @@ class Reducer:
         return agreed
 
     def discard(self, call: Call) -> None:
-        """Finish all reductions for ``zero_grad``, and count syncs from 0 again. Communicates.
+        """Finish all reductions for ``zero_grad``, forget errors, and count syncs from 0; gradients stay. Communicates.
 
         Any rank may have run a plain backward alone. Gradients that become zeros are stepped, so the ranks must have
         dropped the same ones before.

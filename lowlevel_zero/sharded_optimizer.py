@@ -97,7 +97,7 @@ class ShardedOptimizer(Optimizer):
         self.serial = 0  # of the newest checkpoint that was saved of it or loaded into it
 
     def extend_groups(self) -> None:
-        """Add new records to the plans and hooks of their shard groups, and create new groups."""
+        """Register hooks of new records, start their bucket plans again, and make missing ``ShardedGroup`` objects."""
         known = {each.number: each for each in self.sharded_groups}
         common = self.options, self.streams, self._stepping, self.step_state, self.observer.packed
         for number, records in enumerate(self.sharded_parameters.by_shard_group):
@@ -201,10 +201,10 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a plain torch optimizer's state dict, the same on every rank; each rank keeps its slices.
+        """Load a plain torch optimizer's state dict, the same on every rank; each keeps its slices. Communicates.
 
-        Every rank calls it. The states are taken without communication. Gradients stay, as in torch; fp16: if the
-        loaded loss scale is another, they are cleared, as those of a step that is skipped.
+        Every rank calls it, and cuts its slices itself. Gradients stay, as in torch; fp16: if the loaded loss scale is
+        another, they are cleared, as those of a step that is skipped.
 
         Raises (on all ranks; nothing has been changed then):
             TypeError: not a mapping.
@@ -222,7 +222,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def loading_whole(self) -> Iterator[None]:
-        """Finish reductions, and run the body, which loads whole states on all ranks. Communicates."""
+        """Finish reductions, run the body, and clear gradients if that loads another loss scale. Communicates."""
         self.guard.enter("load_state_dict")
         self.calls.finish_syncs("load_state_dict")
         scale = None if self.scaler is None else self.scaler.loss_scale
@@ -248,16 +248,16 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def train(self) -> Callable[[], None]:
-        """Switch a schedule-free optimizer's parameters to the trained ones, and gather them. Every rank calls it.
+        """Return a function that switches a schedule-free optimizer to its trained parameters, and gathers them.
 
-        ``AttributeError`` if the wrapped optimizer has none. fp32 masters keep their precision. Calling it again in the
-        same mode doesn't communicate, so it may be called in every step.
+        Every rank calls that. ``AttributeError`` if the wrapped optimizer has none. fp32 masters keep their precision.
+        In the same mode it does nothing, and doesn't communicate, so it may be called in every step.
         """
         return self._switching("train", "eval")
 
     @property
     def eval(self) -> Callable[[], None]:
-        """Switch a schedule-free optimizer's parameters to the evaluated ones, and gather them; see ``train``."""
+        """Return a function that switches to the evaluated parameters, and gathers them; see ``train``."""
         return self._switching("eval", "train")
 
     def _switching(self, mode: str, back: str) -> Callable[[], None]:
@@ -293,7 +293,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def update_master_params(self, model: nn.Module) -> None:
-        """Overwrite the masters of ``model``'s parameters with the parameters' values. Doesn't communicate."""
+        """Set masters of ``model``'s parameters to their values, or loaded ones that round to these. Sends nothing."""
         for p in model.parameters():
             record = self.sharded_parameters.find(p)
             if record is not None:
@@ -303,7 +303,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def offload_states(self, include: Collection[str] = KINDS, pinned: bool = True, non_blocking: bool = True) -> int:
-        """Move masters, states, gradients and buffers to the host, and return their bytes; every rank calls it.
+        """Move masters, states and gradients to the host till next used; return the bytes moved. Communicates.
 
         The device's memory is free for others when it returns, as for inference between updates. Parameters stay whole
         on the device. What sleeps can be read on the host. It comes back by ``reload_states``, or by the next call that

@@ -66,7 +66,7 @@ class StepGate:
 
 
 def steps_in_parts(optim: Optimizer) -> bool:
-    """Return whether ``optim`` may step some parameters after others: it is elementwise, and its step is bare."""
+    """Return whether ``optim`` may step some parameters after others: elementwise, its step not hooked or patched."""
     watched = (
         set(map(type, optim._optimizer_step_pre_hooks.values())) - {StepGate},
         optim._optimizer_step_post_hooks,
@@ -77,7 +77,7 @@ def steps_in_parts(optim: Optimizer) -> bool:
 
 
 def is_fused(optim: Optimizer) -> bool:
-    """Return whether the fused kernels of ``optim`` scale gradients and skip by a flag."""
+    """Return whether ``optim`` is torch's Adam or AdamW, fused in all groups: its kernels scale, and skip by a flag."""
     return type(optim) in _FUSED and all(map(methodcaller("get", "fused"), optim.param_groups))
 
 
@@ -147,7 +147,7 @@ class Stepper:
         self._end()
 
     def _judge(self, norm: GlobalNorm) -> None:
-        """Let the observer check the norm, once. May communicate."""
+        """Let the observer check the norm, once; it may raise for one that isn't finite. May communicate."""
         if not norm.is_judged:
             self._observer.norm(norm.value)
             norm.is_judged = True  # now: where it can't be read on this rank, others may look for what is wrong with it
@@ -158,7 +158,7 @@ class Stepper:
         return self._was_fused and not self._observer.waits
 
     def _skip(self, scaler: LossScaler) -> None:
-        """Lower the loss scale after an overflow, and drop all gradients. May communicate."""
+        """Log the overflow that skips this step, or raise after too many, and drop all gradients. Communicates."""
         try:
             self._observer.skipped(scaler)
         finally:
@@ -169,7 +169,7 @@ class Stepper:
 
     @_disable_dynamo  # which would compile the wrapped optimizer anew for each part
     def _step(self, factor: float | Tensor, overflow: Tensor | None) -> None:
-        """Step and gather all parameters that worked, part by part if the optimizer allows it. Communicates.
+        """Step parameters with gradients unless ``overflow``, and gather, in parts if ``steps_in_parts``. Communicates.
 
         ``factor`` multiplies sums, which are averaged, unscaled and clipped then. Where ``overflow``, 0-d, is true,
         parameters and states stay as they are. Where no parameter has a gradient, an optimizer that may count its steps
@@ -201,7 +201,7 @@ class Stepper:
         return list(self.left)
 
     def _gather(self, part: Part) -> None:
-        """Start the gather of the next part, and show sharded gradients again. Communicates."""
+        """Start the gather of the next part, and put sharded gradients back into ``p32.grad``. Communicates."""
         for record in part.records:
             record.p32.grad = record.slice_handle if record.worked else None
             record.slice_version = record.p32._version  # as ``note_slice`` does, on the hot path
@@ -213,7 +213,7 @@ class Stepper:
     def _step_parts(
         self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool, left_out: bool
     ) -> None:
-        """Step and gather part by part, or all at once unless ``in_parts``; or gather alone if ``left_out``."""
+        """Step and gather all at once, or part by part if ``in_parts``; gather alone if ``left_out``. Communicates."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it,
         # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients,
         # or of fp64, since a kernel takes the scale in fp32.)

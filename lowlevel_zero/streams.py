@@ -84,7 +84,7 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """Orders work on a device's streams: the home stream, the one beside it, and those that gradients come on.
+    """Orders work on a device's streams: the home stream, one beside home, and the streams of gradients.
 
     ``api``: ``torch.cuda``, or another device's module. Methods without a docstring have that of ``Streams``.
     """
@@ -130,7 +130,7 @@ class DeviceStreams(Streams):
                     gradient.record_stream(self.current())
 
     def home(self, join: bool = True) -> AbstractContextManager[None]:
-        """Return a context that runs its body on the home stream, after the current stream and the gradients'."""
+        """Return a context on home, after the current and gradients' streams; if ``join``, the current waits for it."""
         current = self.current()
         if current == self._home and not self._producers:
             return nullcontext()
@@ -138,7 +138,7 @@ class DeviceStreams(Streams):
 
     @contextmanager
     def _on_home(self, caller: Any, join: bool) -> Iterator[None]:
-        """Run the body on the home stream, which waits for the caller's, and the caller's for it if ``join``."""
+        """Run the body on home, after ``caller`` and gradients' streams; if ``join``, ``caller`` waits for home."""
         apart = caller == self._home or self.captures()
         for stream in (*([] if apart else [caller]), *self._producers):
             if stream != self._home:
@@ -218,6 +218,6 @@ of_host: Callable[[], Streams] = Streams
 
 
 def streams_of(devices: Iterable[torch.device]) -> Streams:
-    """Return the streams of the first of ``devices`` that isn't the host."""
+    """Return the streams of the first of ``devices`` that isn't the host; the host's if there is none."""
     device = next((device for device in devices if device.type != "cpu"), None)
     return of_host() if device is None else DeviceStreams(device, torch.get_device_module(device))

@@ -55,7 +55,7 @@ def assert_trains_alike(
     world_size: int = 2,
     **options: Any,
 ) -> Alike:
-    """Train over several ranks and in one process, and raise ``AssertionError`` if parameters differ.
+    """Train over several ranks and in one process; raise ``AssertionError`` if parameters differ by over ``tolerance``.
 
     The reference is a plain optimizer in one process, on the sum of the ranks' gradients. In some steps some ranks, or
     all, leave parameters out. Half of the way state dict and weights go to a new optimizer and model, of the reference
@@ -192,7 +192,7 @@ def _step_alone(trained: _Trained, losses: Sequence[Tensor]) -> None:
 
 
 def _resumed(former: _Trained, new: _Trained) -> _Trained:
-    """Load the weights and the state of ``former`` into ``new``, and return it."""
+    """Load the weights and the state of ``former`` into ``new``, and return ``new``. Communicates if it is sharded."""
     new.model.load_state_dict({name: value.clone() for name, value in former.model.state_dict().items()})
     new.optimizer.load_state_dict(former.optimizer.state_dict())
     return new

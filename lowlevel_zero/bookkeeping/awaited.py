@@ -51,7 +51,7 @@ class AwaitedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Wait for the parameters that ``func`` will read, and call it."""
+        """Wait for the awaited parameters in the arguments, unless ``func`` reads no elements; then call ``func``."""
         kwargs = kwargs or {}
         awaited = [] if func in _HARMLESS else list(_awaited_in([args, kwargs]))
         for p in awaited:

@@ -101,7 +101,7 @@ def narrowed(plan: BucketPlan, used: Sequence[int]) -> BucketPlan:
 
 
 def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list[list[int]]:
-    """Group indices into buckets; buckets that are open at the end close in the order of their last member."""
+    """Group non-empty parameters, in ``order``, by kind, into buckets; each closes when the next would overfill it."""
     closed: list[list[int]] = []
     open_of: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}
@@ -122,7 +122,7 @@ def _fill(items: Sequence[Item], order: Sequence[int], bucket_size: int) -> list
 
 
 def _bucket(position: int, group: list[int], items: Sequence[Item], bucket_size: int) -> PlannedBucket:
-    """Return the bucket of these items; it is reduced in place if one large parameter without padding fills it."""
+    """Return the bucket of a ``group``; it is reduced in place if one large parameter without padding fills it."""
     first = items[group[0]]
     sizes = tuple(items[index].split.slice_size for index in group)
     alone = len(group) == 1 and first.split.numel >= first.split.room(bucket_size)
@@ -170,7 +170,7 @@ class LearntPlan:
         self.came, *self.order = self._group.from_rank_zero([len(came), *came, *lacked])
 
     def follow(self, detecting: bool) -> None:
-        """Group all parameters into buckets, in the known order.
+        """Plan all parameters' buckets anew, in the learnt order, or else in reverse order of registration.
 
         What didn't come takes its place among the others if it is known beforehand when it will, by ``detecting``; else
         it is last.

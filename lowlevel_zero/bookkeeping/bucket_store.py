@@ -67,7 +67,7 @@ class Bucket:
     # ---- its reduction ----
 
     def start_reduce(self, reduction: Reduction, arrivals: Collection[int]) -> bool:
-        """Pack the gradients, of which these came in this sync, and start summing them; whether all were there."""
+        """Take gradients out of ``p.grad``, pack them, and start the sum; return whether all came. Communicates."""
         gradients = take_gradients(self.records, arrivals)
         if reduction.streams.several:
             reduction.streams.keep_gradients(gradients)
@@ -89,7 +89,7 @@ class Bucket:
         return all(map(partial(is_not, None), gradients))
 
     def _packed(self, gradients: list[Tensor | None], reduction: Reduction) -> Tensor:
-        """Return a new buffer with the gradients, and zeros in place of missing ones."""
+        """Return a new buffer with the gradients divided by ``divisor``, and zeros in place of missing ones."""
         lead, planned = self.records[0], self.planned
         where = lead.communication_dtype, lead.padded.device
         buffer = reduction.group.new_buffer(planned.row, *where, planned.fp8, lead.split.rows)
@@ -122,7 +122,7 @@ class Bucket:
         self.stepped = False
 
     def own_row(self, rows: Tensor) -> Tensor:
-        """Return this rank's row of ``rows``, ``[body]``; ``[0]`` if another rank owns the bucket."""
+        """Return a view of this rank's row of ``rows``, ``[body]``; ``[0]`` if another rank owns the bucket."""
         return self.records[0].split.own_row(rows, self.records[0].rank)
 
     def hold_for_step(self, row: Tensor) -> None:
@@ -139,7 +139,7 @@ class Bucket:
         return self.row if self.rows is None else self.rows
 
     def fetch(self, part: Tensor) -> Tensor:
-        """Return a part of ``row`` on the parameters' device; the host waits if it has to be copied."""
+        """Return ``part`` of ``row`` itself, which lies on the parameters' device; a ``HostBucket`` copies it there."""
         return part
 
     def to_step(self) -> Tensor:
@@ -226,7 +226,7 @@ class BucketStore:
                 found.missing += 1
 
     def fill(self, record: ShardedParameter) -> bool:
-        """Note that a gradient has come; return whether its bucket, next in order or not, waits for no other.
+        """Note that a gradient has come; return whether its bucket waits for no other, or isn't known yet.
 
         A second one of the same parameter (a weight that two nested backwards share) stays in ``p.grad``: with the
         first if the bucket hasn't started, else for one more sync; that of a frozen slice goes.

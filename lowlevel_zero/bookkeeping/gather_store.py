@@ -124,7 +124,7 @@ class GatherStore:
         self._under_way.append(gather)
 
     def limit(self) -> None:
-        """Finish the oldest gathers where more are under way than the backend has use for, unless reads wait."""
+        """Wait for the oldest gathers if more are under way than the backend needs, unless readers await the latest."""
         latest = self._under_way[-1]
         most = self._group.backend(latest.records[0].padded.device).gathers_in_flight
         if len(self._under_way) > most and not latest.awaited:

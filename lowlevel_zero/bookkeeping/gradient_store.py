@@ -83,7 +83,7 @@ class GradientStore:
             self._enter(apart)
 
     def _raw(self, bucket: Bucket) -> Tensor:
-        """Return a bucket's unscaled sums, fp32 at least, to be added to; the caller must call ``hold``.
+        """Return a bucket's sums, fp32 at least, neither averaged nor unscaled; the caller must ``hold`` them again.
 
         A step leaves gradients averaged, and as in torch they are still there for who doesn't call ``zero_grad``.
         """
@@ -98,7 +98,7 @@ class GradientStore:
     # ---- for the step ----
 
     def sums(self) -> list[Bucket]:
-        """Return the buckets with gradients; scaled ones get their plain sums back, and lose other ranks' rows.
+        """Return the buckets in a new list; averaged ones become sums again, and lose other ranks' rows.
 
         To multiply these too would take ``world_size`` times as long.
         """
@@ -134,7 +134,7 @@ class GradientStore:
                     own.mul_(factor.to(own.device) if isinstance(factor, Tensor) else factor)
 
     def zero(self, records: Sequence[ShardedParameter]) -> None:
-        """Set some parameters' gradients to zeros; a parameter that had a gradient keeps having one."""
+        """Set the gradients of ``records`` to zeros; a parameter without a gradient stays without."""
         self._zero_sums(self._by_bucket(records))
         for record in records:
             if record.pending is not None:
@@ -180,7 +180,7 @@ class GradientStore:
         return found
 
     def edit(self, records: Iterable[ShardedParameter], edits: Mapping[ShardedParameter, Iterable[Edit]]) -> None:
-        """Apply ``edits`` to this rank's averaged, unscaled gradients, each ``[n]`` without padding.
+        """Average and unscale this rank's gradients, and apply ``edits`` to each, ``[n]`` without padding.
 
         In fp16 an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
         whatever has been made of its gradients.
@@ -213,7 +213,7 @@ class GradientStore:
     # ---- what stands for them in ``p.grad`` ----
 
     def touched(self) -> list[ShardedParameter]:
-        """Return the records whose ``.grad`` isn't the sharded gradient that was shown there last."""
+        """Return records with a pending gradient, or whose ``p.grad`` or ``p32.grad`` isn't the handle shown there."""
         return [
             record
             for record in self._records
@@ -231,7 +231,7 @@ class GradientStore:
         ]
 
     def hide_cleared(self, touched: Iterable[ShardedParameter], adds: bool = False) -> list[ShardedParameter]:
-        """Hide the gradients whose ``p.grad``, or whose slice's, was set to None, as by ``model.zero_grad()``.
+        """Mark gradients as absent whose ``p.grad``, or slice's, was set to None or replaced; return their records.
 
         A later backward may have left another gradient in ``p.grad``. If a backward is about to add to gradients, one
         that the caller has assigned takes their place, too. Returns their records.
@@ -275,7 +275,7 @@ class GradientStore:
         return {r: gradient for r, gradient in given if gradient is not None and gradient is not r.slice_handle}
 
     def assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
-        """Copy assigned gradients of slices into the sums."""
+        """Overwrite this rank's averaged gradients with the ones that callers have assigned to slices."""
         plain = {record: _plain_slice(record, given) for record, given in assigned.items()}
         self.edit(plain, {record: [partial(_copy, value)] for record, value in plain.items()})
 
@@ -305,7 +305,7 @@ class GradientStore:
         return at_least_fp32(bucket.fetch(bucket.part_of(record, bucket.row))) * self._scale(bucket)
 
     def averaged_rows(self, record: ShardedParameter) -> Tensor | None:
-        """Return all ranks' slices of an averaged gradient, ``[world_size, s]``, if they are here, or None."""
+        """Return all ranks' slices of an averaged gradient, ``[world_size, s]``; None if only this rank's is kept."""
         bucket = self.bucket_of(record)
         if bucket is None or bucket.rows is None:
             return None
@@ -324,7 +324,7 @@ class GradientStore:
 
 
 def _like(sums: Tensor, total: Tensor, bucket: Bucket) -> Tensor:
-    """Return ``total``, or only this rank's row of it if ``sums`` has one row."""
+    """Return ``total``, or only this rank's row of it, 1-D, if ``sums`` is 1-D."""
     return bucket.own_row(total) if total.dim() > sums.dim() else total
 
 
@@ -338,5 +338,5 @@ def _plain_slice(record: ShardedParameter, given: Tensor) -> Tensor:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor in fp32, or in fp64 if it is in fp64."""
+    """Return ``tensor`` itself if it is fp32 or fp64, else a copy in fp32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

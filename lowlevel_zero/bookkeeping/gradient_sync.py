@@ -102,7 +102,7 @@ class GradientSyncs:
         return True
 
     def _read(self, announced: Work[bytes]) -> None:
-        """Read which parameters the ranks will use in the open sync, and make its buckets."""
+        """Wait to hear which parameters some rank uses in the open sync, and make its buckets of these."""
         self._announced = None
         self.buckets.follow(self.plan.of(announced.wait()))
 
@@ -198,7 +198,7 @@ class GradientSyncs:
         return PlanState(plan.order, plan.came, repeats, self.unused.detecting) if plan.order else None
 
     def restore_plan(self, state: PlanState | None) -> None:
-        """Follow another run's bucket plan, or a new one; parameters count as whole. Gradients must be cleared."""
+        """Follow a saved bucket plan, or learn one if None; forget damage to parameters. Gradients must be cleared."""
         self._state.failure.mend(Damage.PARAMETERS)
         order, came, repeats, detecting = state or PlanState([], 0, [], False)
         self.buckets.repeats = set(repeats)

@@ -47,7 +47,7 @@ def named_modules(model: nn.Module, name: str = "", key: str = "") -> Iterator[N
 
 
 def named_tensors(model: nn.Module, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield every name of every parameter, and then of every buffer, with the tensor."""
+    """Yield every name of every parameter, then of every buffer, or only ``persistent`` ones, with the tensor."""
     everywhere = list(named_modules(model))
     for name, _, module in everywhere:
         yield from ((joined(name, own), p) for own, p in module._parameters.items() if p is not None)

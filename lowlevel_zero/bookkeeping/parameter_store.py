@@ -40,7 +40,7 @@ class ParameterStore:
         return all(record.padded.device.type == "cpu" for record in self.records)
 
     def shard_group_of(self, tensor: Tensor) -> int:
-        """Return the index of the shard group of a parameter, master slice or buffer."""
+        """Return the index of the shard group of a parameter, master slice or buffer; 0 for an unknown tensor."""
         record = self._record_of.get(tensor)
         return self._shard_group_of.get(tensor, 0) if record is None else record.shard_group
 
@@ -52,7 +52,7 @@ class ParameterStore:
         self._record_of[record.p] = self._record_of[record.p32] = record
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:
-        """Append a param group; frozen members of earlier groups move to it."""
+        """Append a param group of ``members``, and take those out of earlier groups that had them as frozen."""
         taken = set(members)
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)

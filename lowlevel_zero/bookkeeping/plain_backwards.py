@@ -31,7 +31,7 @@ class PlainBackwards:
         return True
 
     def _end(self, task: int) -> None:
-        """Call ``ended`` after a backward, or watch the one around it, in which a node's backward has run it."""
+        """Call ``ended`` after an outermost backward; after one nested in a node's backward, watch the outer one."""
         self.running.discard(task)
         node, ended = torch._C._current_autograd_node(), self._ended()
         if node is not None:

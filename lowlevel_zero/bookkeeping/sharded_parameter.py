@@ -109,12 +109,12 @@ class ShardedParameter:
 
     @property
     def owns_some(self) -> bool:
-        """Return whether this rank steps a part of the parameter."""
+        """Return whether no other rank owns the parameter whole; this rank's row may be padding alone."""
         return self.split.owner in (None, self.rank)
 
     @property
     def keeps_more(self) -> bool:
-        """Return whether ``p32`` is more precise than ``p``."""
+        """Return whether ``p32`` may be more precise than ``p``: its dtype differs, or ``p`` travels in fp8."""
         return self.fp8 or self.p32.dtype != self.p.dtype
 
     def make_master(self, dtype: torch.dtype, on_host: bool = False) -> None:
@@ -139,7 +139,7 @@ class ShardedParameter:
         return self.flat_slice(self.p32)
 
     def row_for_master(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
-        """Return the row on ``device`` in ``dtype``."""
+        """Return the row on ``device`` in ``dtype``: the row itself if it is so already, unless ``copy``."""
         return self.row.to(device, dtype, copy=copy)
 
     def refresh_master(self) -> None:
@@ -150,7 +150,7 @@ class ShardedParameter:
             self._settle(keeps_own=False)
 
     def restore_master(self, master: Tensor, fp8: bool) -> None:
-        """Overwrite ``p32`` with a saved master, ``[s]``, where that rounds to ``p``, now or in the next step.
+        """Overwrite ``p32``, unless it is the row, with a saved master where that rounds to ``p``, now or in a step.
 
         So its low bits come back whether the model is loaded before or after, and one that isn't the model's any
         more (trained on elsewhere, by an optimizer that carried it along) does no harm. ``fp8``: the run that saved it
@@ -249,14 +249,14 @@ class ShardedParameter:
         self.stepped = master is not None or own.dtype != self.row.dtype
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """Return the elements of a tensor of ``p``'s shape in the order of ``padded``: ``[numel]``.
+        """Return a tensor of ``p``'s shape as ``[numel]``, in the order of ``padded``; a view if possible.
 
         The caller may have given ``p`` a memory of other strides since, which the next step moves back.
         """
         return flat_in_memory_order(tensor, self.view)
 
     def restore(self, flat: Tensor) -> Tensor:
-        """Return the inverse of ``flatten``: the ``[numel]`` elements in ``p``'s shape and ``view``'s strides."""
+        """Return ``flat``, ``[numel]``, in ``view``'s shape and strides, over its memory: ``flatten``'s inverse."""
         return torch.as_strided(flat, self.view.shape, self.view.stride(), flat.storage_offset())
 
     def slice_of(self, tensor: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ def _rounds_to(row: Tensor, known: Known) -> Tensor:
 
 
 def follow_edits(records: Iterable[ShardedParameter]) -> None:
-    """Copy written or moved parameters into their masters. Doesn't communicate."""
+    """Copy edited parameters into their masters, and moved ones back to their storages. Doesn't communicate."""
     edited = [record for record in records if record.writes or record.saved_master is not None]
     free_each_other(edited)
     for record in edited:
@@ -297,7 +297,7 @@ def follow_edits(records: Iterable[ShardedParameter]) -> None:
 
 
 def free_each_other(edited: Iterable[ShardedParameter]) -> None:
-    """Copy the values of moved parameters if there are several: one may lie in memory that another moves back to."""
+    """Clone ``p.data`` of moved parameters if several have moved: one may lie in memory that another moves back to."""
     moved = [record for record in edited if record.p.data_ptr() not in (record.address, record.padded.data_ptr())]
     for record in moved if len(moved) > 1 else ():
         record.p.data = record.p.data.clone()

@@ -37,8 +37,8 @@ def show(records: Iterable[ShardedParameter]) -> None:
 def take_gradients(records: Sequence[ShardedParameter], arrivals: Collection[int]) -> list[Tensor | None]:
     """Move each ``p.grad`` out, flat, ``[numel]``, and show the sharded gradient instead; None: there is none.
 
-    One that came with a graph may still hang on it. Of a parameter that is frozen through ``param_groups`` one goes
-    that is among ``arrivals``, this sync's. Raises at the end for one that isn't dense, or of another dtype by
+    One that came with a graph may still hang on it. One of a parameter that is frozen through ``param_groups`` is
+    dropped if it is among ``arrivals``, this sync's. Raises at the end for one that isn't dense, or of another dtype by
     ``p.grad_dtype``.
     """
     taken: list[Tensor | None] = []
@@ -147,7 +147,7 @@ def is_slice_edited(record: ShardedParameter) -> bool:
 
 
 def check_before_step(record: ShardedParameter) -> None:
-    """Raise ``RuntimeError`` for a ``p.grad`` that is sparse, another's, or assigned while there is a sum."""
+    """Raise ``RuntimeError`` if ``p.grad`` is sparse, another parameter's handle, or assigned while there is a sum."""
     gradient = record.p.grad
     if gradient is None or gradient is record.shown:
         return
@@ -158,7 +158,7 @@ def check_before_step(record: ShardedParameter) -> None:
 
 
 def check_before_backward(record: ShardedParameter) -> None:
-    """Raise ``RuntimeError`` if a backward would add to another's gradient, or to one assigned to ``p32.grad``."""
+    """Raise ``RuntimeError`` if ``p.grad`` is another parameter's handle, or the caller has assigned ``p32.grad``."""
     if isinstance(record.p.grad, Handle) and record.p.grad is not record.shown:
         refuse_assigned(record)
     if record.p32.grad is not None:
@@ -166,7 +166,7 @@ def check_before_backward(record: ShardedParameter) -> None:
 
 
 def check_slice(record: ShardedParameter) -> None:
-    """Raise ``RuntimeError`` if a backward adds to a gradient after its slice's was edited."""
+    """Raise ``RuntimeError`` if the caller has assigned ``p32.grad``, or set it to None, before this backward."""
     if is_slice_edited(record):
         how = "set to None" if record.p32.grad is None else "assigned"
         raise RuntimeError(
@@ -177,7 +177,7 @@ def check_slice(record: ShardedParameter) -> None:
 
 
 def refuse_assigned(record: ShardedParameter) -> NoReturn:
-    """Raise the error for a ``p.grad`` that was assigned while there is a ``g``."""
+    """Raise ``RuntimeError`` for a ``p.grad`` that was assigned while there is a ``g``."""
     raise RuntimeError(
         f"{record.name}: expected the p.grad that backward has left, which stands for its slices, got one that was "
         "assigned by hand: write it by p.grad.copy_(tensor) on every rank"
@@ -185,7 +185,7 @@ def refuse_assigned(record: ShardedParameter) -> NoReturn:
 
 
 def refuse_sparse(record: ShardedParameter, gradient: Tensor) -> NoReturn:
-    """Raise the error for a gradient that isn't dense."""
+    """Raise ``RuntimeError`` for a gradient that isn't dense."""
     raise RuntimeError(
         f"{record.name}: expected a dense gradient, got a {gradient.layout} one: "
         "build its layer with sparse=False (a slice of a sparse gradient can't be reduced)"

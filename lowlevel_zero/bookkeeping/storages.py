@@ -26,7 +26,7 @@ def flat_in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def move_to_padded(p: nn.Parameter, split: Split) -> Tensor:
-    """Move ``p`` to a storage that holds nothing else, and return the memory with padding, 1-D.
+    """Move ``p`` to padded memory, unless it is alone in its storage and needs no padding; return the memory, 1-D.
 
     The storage of ``p`` is exactly its bytes of it, since safetensors saves no tensor that leaves some of its storage
     out. A storage that is so already is kept where there is nothing to pad: what else looks at it (``p.data`` taken
@@ -55,7 +55,7 @@ def move_onto(padded: Tensor, view: Tensor, p: nn.Parameter) -> None:
 
 
 def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Return the places of two different parameters that share memory, or None."""
+    """Return the places of two dense parameters that share memory, in ascending order, or None."""
     memory = [(*memory_of(p), place) for place, p in enumerate(parameters)]
     # Without those whose own elements overlap, or leave gaps.
     spans = sorted(span for span in memory if span[1] - span[0] == parameters[span[2]].nbytes)

@@ -60,7 +60,7 @@ class UnusedParameters:
     # ---- exchange between ranks ----
 
     def exchange(self, named: Collection[int] | None) -> Work[bytes]:
-        """Start exchanging which parameters the ranks name; None: all. The result: on some rank. Communicates.
+        """Start exchanging ``named`` parameters (None: all); the result has 1 where some rank names one. Communicates.
 
         Whether a gradient was missing travels with them.
         """

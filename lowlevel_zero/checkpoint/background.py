@@ -32,7 +32,7 @@ class Background(Future[T]):
         self.set_running_or_notify_cancel()  # nobody can cancel it: other ranks write, too
 
     def run(self, work: Callable[[], T]) -> None:
-        """Do the work in this thread, and keep its result or its exception."""
+        """Call ``work`` in the calling thread, and keep its result, or its exception, which isn't raised here."""
         try:
             value = work()
         except BaseException as error:  # raised where it is waited for
@@ -41,7 +41,7 @@ class Background(Future[T]):
             self.set_result(value)
 
     def start(self, work: Callable[[], T], executor: Executor | None = None) -> None:
-        """Do the work in a new thread, or the ``executor``'s; an uncollected error fails the process at its end."""
+        """Start ``work`` in a new thread, or on ``executor``; an uncollected error fails the process at its end."""
         self._end = Finalize(None, self._fail_at_exit, exitpriority=0)
         if executor is not None:
             executor.submit(self._run_logged, work)
@@ -49,14 +49,14 @@ class Background(Future[T]):
             threading.Thread(target=self._run_logged, args=(work,), name="lowlevel_zero checkpoint").start()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the work, and return its result, or raise its exception."""
+        """Wait for the work, and return its result, or raise its exception, which counts as told then."""
         try:
             return super().result(timeout)
         finally:
             self._note_told()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the work, and return its exception; None: it succeeded."""
+        """Wait for the work, and return its exception, which counts as told then, or None if it succeeded."""
         error = super().exception(timeout)
         self._note_told()
         return error
@@ -67,7 +67,7 @@ class Background(Future[T]):
             self._end.cancel()
 
     def _run_logged(self, work: Callable[[], T]) -> None:
-        """Do the work as ``run`` does, and log its error."""
+        """Do the work as ``run`` does; log its error, or count its success as told."""
         self.run(work)
         error = super().exception()
         if error is None:

@@ -69,7 +69,7 @@ class SummedFile:
                 self._write_piece()
 
     def sync(self) -> FileSum:
-        """Flush the file to the disk, and return its length and checksum."""
+        """Write the rest of the buffer, flush the file to the disk, and return its length and checksum."""
         self._write_piece()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -84,7 +84,7 @@ class SummedFile:
 
 
 def _added(piece: memoryview, crc: int) -> int:
-    """Return ``crc`` with the next piece of a file added; the last one may end within a block."""
+    """Return ``crc`` continued over the sums of a piece's blocks; an incomplete last block is filled with zeros."""
     if len(piece) % _BLOCK:
         piece = memoryview(bytearray(piece) + bytes(-len(piece) % _BLOCK))
     if not piece:

@@ -101,7 +101,7 @@ def not_tensors(checkpoint: SavedCheckpoint) -> list[str]:
 
 
 def refuse_existing(out: Path, force: bool) -> None:
-    """Raise ``FileExistsError`` if ``out`` exists, or, with ``force``, if it holds any other file than these two."""
+    """Raise ``FileExistsError`` if ``out`` exists, unless ``force`` and it holds only a consolidation's two files."""
     if not os.path.lexists(out):
         return
     if not force:
@@ -119,7 +119,7 @@ def refuse_existing(out: Path, force: bool) -> None:
 
 
 def _model(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Read the model's state dict; each tensor is contiguous and shares no memory, as safetensors requires."""
+    """Read and return the model's tensors by all of their names, contiguous and with no memory in common."""
     found = {alias: read(name, None, checkpoint.model[name].contiguous()) for alias, name in _names(checkpoint)}
     for name, value in checkpoint.objects.model.items():
         if isinstance(value, Tensor):
@@ -152,7 +152,7 @@ def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Te
 
 
 def _state_dict(settings: Settings, tensors: Mapping[str, State]) -> State:
-    """Return the state dict that ``LowLevelZeroOptimizer.state_dict()`` gave; groups number all parameters."""
+    """Build a state dict as ``LowLevelZeroOptimizer`` returns it, from saved settings and states by name."""
     groups = settings["param_groups"]
     places = {name: place for place, name in enumerate(name for group in groups for name in group["params"])}
     state = {places[name]: nested({**of, **settings["states"].get(name, {})}) for name, of in tensors.items()}
@@ -176,7 +176,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State]) -> State:
 
 
 def _room_for(like: Tensor, folder: Path) -> Tensor:
-    """Return a new dense tensor like ``like``. A large one lies in a mapped file that is deleted with it."""
+    """Return an uninitialised tensor like ``like``; a large one lies in a mapped, already deleted file."""
     if like.nbytes < _MAPPED_FROM:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -196,7 +196,7 @@ def _safetensors() -> Any:
 
 
 def _save_model(library: Any, tensors: dict[str, Tensor], path: Path) -> None:
-    """Write ``tensors`` by safetensors, the ``library``; ``ValueError`` for a dtype that the format lacks."""
+    """Write ``tensors`` as safetensors to ``path``; raise ``ValueError`` for a dtype that the format lacks."""
     try:
         library.torch.save_file(tensors, path, metadata={"format": "pt"})
     except KeyError as error:

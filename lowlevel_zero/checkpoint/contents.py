@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     ranks: ShardGroup
 
     def writers(self, number: int) -> list[int]:
-        """Return the global rank that writes each part; replicas of a part take turns, by the tensor's ``number``.
+        """Return each part's writer, a global rank, replicas in turn by ``number``; one for all if it isn't trained.
 
         Ranks may have different values of a tensor that isn't trained: the first rank that shares it writes all of it.
         """
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
         return [holders[number % len(holders)] for holders in self.ranks.holders]
 
     def boxed(self, row: Tensor) -> BoxedTensor:
-        """Return this rank's ``row`` of a trained parameter as boxes; they share its memory."""
+        """Return this rank's ``row`` of a trained parameter, without padding, as boxes that share its memory."""
         assert self.record is not None
         return boxed(row, self.record.split, self.ranks.rank, self.saved.shape, self.saved.stride)
 
@@ -101,7 +101,7 @@ class Contents:
         self._number_of |= {name: of_modules[module] for name, module in self._stateful.items()}
 
     def _enter(self, model: nn.Module) -> dict[Tensor, int]:
-        """Fill ``entries`` and ``tied``, and return the number of each tensor's shard group."""
+        """Fill ``entries`` and ``tied``, and return shard groups' numbers by tensor; raise if the model lacks one."""
         owners = _owners(self.optimizers)
         number = {_ranks_of(group): at for at, group in enumerate(self.groups) if at}
         number_of = {p: number.get(_ranks_of(owner.ranks), 0) for p, owner in owners.items()}
@@ -133,7 +133,7 @@ class Contents:
         return number_of
 
     def meet(self, doing: str, exclude_frozen: bool = False) -> None:
-        """Exchange the names and states of experts between ranks. Communicates: every rank calls it.
+        """Exchange names and states that only some ranks have, and make names global. Communicates if there are any.
 
         Args:
             doing: the call in words, as ``agree`` takes it.
@@ -161,14 +161,14 @@ class Contents:
         self.excluded = {n: each for n, each in self.saved.items() if exclude_frozen and each.kind == FROZEN}
 
     def lines(self, number: int = 0) -> list[str]:
-        """Return the lines that must be alike on all ranks of the shard group of this index."""
+        """Return lines that describe the tensors of the shard group of this index, for its ranks to compare."""
         first = [f"{len(self.groups)} groups that share parameters"] if number == 0 else []
         return first + [f"{name} {entry.saved}" for name, entry in self.entries.items() if entry.shard_group == number]
 
     # ---- saving ----
 
     def share(self) -> Share:
-        """Return the plan and the values of the tensors that this rank saves. Doesn't communicate."""
+        """Return the plan of the tensors and the values that this rank writes, slices uncopied. Doesn't communicate."""
         states = {name: state for each in self.states_of.values() for name, state in each.tensors().items()}
         place = {rank: at for at, rank in enumerate(dist.get_process_group_ranks(self.group.group))}
         share = Share(self.group.group_rank, tied={("model", a): ("model", name) for a, name in self.tied.items()})
@@ -196,7 +196,7 @@ class Contents:
                 raise ValueError(f"{kind}: {checkpoint.path} was saved without one: leave it out, or save with it")
 
     def _check_same_model(self, manifest: Manifest) -> None:
-        """Raise ``ValueError`` unless the checkpoint has the same tensors, shapes, kinds of dtype, ties and experts."""
+        """Raise ``ValueError`` if names, shapes, ties or kinds of dtype differ, or a left-out tensor is trained."""
         saved = {**manifest.tensors, **manifest.excluded}
         for name in sorted(self.saved.keys() ^ saved.keys()):  # ranks have experts in different orders
             one, other = ("model", "checkpoint") if name in self.saved else ("checkpoint", "model")
@@ -314,7 +314,7 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
 
 
 def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
-    """Return the manifest's entry of a tensor: its shape, strides, dtype and kind; raise if it isn't dense."""
+    """Return a tensor's manifest entry, and move a moved parameter back; ``ValueError`` if not dense or on meta."""
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(f"{name}: expected a dense tensor with values, got {tensor.layout} on {tensor.device}")
     kind, stride = BUFFER, torch.empty_like(tensor.detach(), device="meta").stride()  # without gaps
@@ -328,7 +328,7 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with ``get_extra_state``, by the name of that entry in a state dict."""
+    """Return each module that overrides ``get_extra_state``, once, by the name of that entry in a state dict."""
     found: dict[str, nn.Module] = {}
     for name, _, module in named_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state and module not in found.values():
@@ -337,14 +337,14 @@ def _stateful(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _ranks_of(group: ShardGroup) -> tuple[int, ...]:
-    """Return the global ranks of a shard group; a process group may have been made twice."""
+    """Return the global ranks of a shard group, by which two process groups of the same ranks count as one."""
     return tuple(dist.get_process_group_ranks(group.group))
 
 
 def _numbers_of_modules(module: nn.Module, numbers: Mapping[Tensor, int], around: int = 0) -> dict[nn.Module, int]:
-    """Return the numbers of the shard groups that the tensors of a module, and of those in it, belong to.
+    """Map ``module`` and each one in it to the number of the shard group of its tensors; 0 if they are of several.
 
-    It is 0 if a module's tensors belong to several; one without tensors has the number of the module ``around`` it.
+    A module without tensors has the number of the module around it, ``around``.
     """
     own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())} or {around}
     found = {module: own.pop() if len(own) == 1 else 0}

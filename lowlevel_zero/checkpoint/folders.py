@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 
 def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> Path | None:
-    """Return the complete checkpoint in ``directory`` that was saved last, or ``directory`` if it is one, or None.
+    """Return ``directory`` if it is a whole checkpoint, else its newest whole one, or None. Communicates if ``group``.
 
     Looks at manifests and file sizes alone, and not at symbolic links. Warns of a newer one that is damaged.
 
@@ -78,7 +78,7 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
 
 
 def _newest_first(found: Iterable[Found]) -> Iterator[tuple[Path, str]]:
-    """Yield the checkpoints, newest first, each with its fault by manifest and file sizes, or an empty text."""
+    """Yield paths with their damage in words, or empty: those without a readable manifest, then newest first."""
     for path, head, damage in sorted(found, key=lambda each: each.head.serial if each.head else math.inf, reverse=True):
         if head is not None:
             try:
@@ -188,7 +188,7 @@ def remove(path: Path) -> None:
 
 
 def finish_removal(path: Path) -> None:
-    """Finish the removal of the checkpoint ``path`` if one has begun: delete its files, of their sizes."""
+    """Finish a begun removal of the checkpoint ``path``, if any: delete listed files of unchanged size."""
     removed = path.with_name(path.name + _REMOVED)
     if not removed.exists():
         return
@@ -203,7 +203,7 @@ def finish_removal(path: Path) -> None:
 
 
 def claim(written: Path, name: str) -> IO[bytes]:
-    """Create and lock this rank's file ``name`` in ``written``, which others don't remove till it is closed.
+    """Create, lock and return this rank's file ``name`` in the folder ``written``, which stays till that is closed.
 
     The system lets go of it when the process ends, however it does.
     """
@@ -220,7 +220,7 @@ def claim(written: Path, name: str) -> IO[bytes]:
 
 
 def clear_remains(written: Path) -> None:
-    """Remove the remains of interrupted saves and removals beside the folder ``written``."""
+    """Remove the remains of interrupted saves and removals beside ``written``; spare running saves; warn of errors."""
     beside = os.listdir(written.parent)
     for path in (written.with_name(name) for name in beside if name.endswith(_REMOVED) or _BESIDE.fullmatch(name)):
         with _warning_of_what_stays(), suppress(FileNotFoundError):  # a pruning thread is at it, too
@@ -255,7 +255,7 @@ def _found_in(folder: Path) -> Iterator[Found]:
 
 
 def _found_at(places: Iterable[str]) -> Iterator[Found]:
-    """Yield the checkpoints among these ``places``."""
+    """Yield each of ``places`` that is a checkpoint, with its manifest's head, or with its damage in words."""
     for path in map(Path, places):
         try:
             yield Found(path, read_head(path))
@@ -268,7 +268,7 @@ def _found_at(places: Iterable[str]) -> Iterator[Found]:
 
 @contextmanager
 def _warning_of_what_stays() -> Iterator[None]:
-    """Log the body's ``OSError`` or ``ValueError`` as a warning: a checkpoint was saved, whatever else stays."""
+    """Log the body's ``OSError`` or ``ValueError`` as a warning, and raise nothing: a checkpoint was saved anyway."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -284,7 +284,7 @@ def _is_abandoned(written: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the file, or may hold it."""
+    """Return whether a process has locked the file; True also where that can't be found out."""
     if fcntl is None:
         return True
     try:

@@ -113,7 +113,7 @@ class Manifest:
         return [rank for rank in range(self.world_size) if RANK_STATE.format(rank) in self.files]
 
     def to_text(self) -> str:
-        """Return the manifest as JSON, with a digest of its content."""
+        """Return the manifest as JSON, its head alone in the first line, with a digest of all its content."""
         content = asdict(self)
         content["experts"] = {name: expert._asdict() for name, expert in self.experts.items()}
         head = {name: content[name] for name in Head._fields}
@@ -152,7 +152,7 @@ def read_manifest(folder: str | PathLike[str]) -> Manifest:
 
 
 def read_head(folder: Path) -> Head:
-    """Read only the first line of the manifest of the checkpoint ``folder``.
+    """Return the head of the manifest of the checkpoint ``folder``, of which it reads only the first line.
 
     Raises:
         ValueError: it is damaged.
@@ -168,7 +168,7 @@ def read_head(folder: Path) -> Head:
 
 
 def manifest_in(path: Path) -> Manifest:
-    """Read a manifest from the file ``path``, and check its digest; raises as ``read_manifest`` does."""
+    """Return the manifest in the file ``path``, after checks of format and digest; raises as ``read_manifest`` does."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("digest")
@@ -185,7 +185,7 @@ def manifest_in(path: Path) -> Manifest:
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
-    """Build a ``Manifest`` from parsed JSON without its digest."""
+    """Build a ``Manifest`` from parsed JSON without its digest; raise ``TypeError`` for a file outside its folder."""
     outside = [name for name in content["files"] if Path(name).name != name]
     if outside:
         raise TypeError(f"expected names of files in its folder, got {outside[0]}")

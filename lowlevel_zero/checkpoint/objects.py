@@ -44,7 +44,7 @@ class Objects:
     extra: Any
 
     def by_keys(self) -> dict[Keys, object]:
-        """Return the values that torch's tools find by name; the param groups of all optimizers are one list."""
+        """Return extra states, states and all param groups as one list, flattened by the keys of torch's tools."""
         found: dict[Keys, object] = {("model", name): value for name, value in self.model.items()}
         groups = [group for settings in self.optimizers.values() for group in settings["param_groups"]]
         states = {name: own for each in self.optimizers.values() for name, own in each["states"].items()}
@@ -77,7 +77,7 @@ class Objects:
 
 
 def _leaves(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
-    """Yield the values in nested dicts by name and in lists of tensors or dicts, as torch's tools name them."""
+    """Yield each leaf with its keys; dicts with text keys, and lists of tensors, dicts or lists, are gone through."""
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
         for key, each in value.items():
             yield from _leaves((*keys, key), each)
@@ -105,7 +105,7 @@ def packed(value: object, what: str) -> bytes:
 
 
 def saved_bytes(value: object) -> bytes:
-    """Return what ``torch.save`` writes."""
+    """Return ``value`` as the bytes that ``torch.save`` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -28,7 +28,7 @@ def by_name(given: Any) -> dict[Name, object]:
 
 
 def group_of(given: Any) -> ShardGroup:
-    """Return the shard group of the first optimizer of this package's, whose ranks make the call together."""
+    """Return the shard group of the first ``LowLevelZeroOptimizer`` in ``given``; ``TypeError`` if there is none."""
     ours = [each for each in by_name(given).values() if isinstance(each, LowLevelZeroOptimizer)]
     if not ours:
         raise _not_ours("optimizer", given)
@@ -62,7 +62,7 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
 
 
 def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Stateful | None]:
-    """Return each optimizer's scheduler, or None; ``ValueError`` unless they are made up as optimizers are."""
+    """Return each optimizer's scheduler, or None; ``ValueError`` unless named as the optimizers are."""
     if scheduler is None:
         return dict.fromkeys(optimizers)
     found = by_name(scheduler)

@@ -73,7 +73,7 @@ class Share:
     pickles: dict[Keys, bytes] = field(default_factory=dict)
 
     def add(self, path: Keys, tensor: Tensor, writers: Sequence[int], is_expert: bool = False) -> None:
-        """Add a tensor whose parts these ranks write; the first of them writes all of one that isn't divided."""
+        """Plan a tensor whose parts ``writers`` write, the first all of an undivided one; keep this rank's values."""
         boxes = tensor if isinstance(tensor, BoxedTensor) else one_box(tensor)
         split: Spans = boxes.split_by if boxes.numel() else EvenSplit(0, 1)
         ranks = writers[: split.world_size]
@@ -84,7 +84,7 @@ class Share:
 
 
 def name_of(path: Keys) -> str:
-    """Join keys to the name that ``torch.distributed.checkpoint`` gives a value."""
+    """Join keys by dots to the name that ``torch.distributed.checkpoint`` gives a value."""
     return ".".join(map(str, path))
 
 

@@ -49,7 +49,7 @@ class SavedCheckpoint:
 
     @cached_property
     def objects(self) -> Objects:
-        """Return the values that are no tensors of parameters, buffers or states."""
+        """Return the values that are no tensors of parameters, buffers or states; the file is read once."""
         return Objects(**read_data(self.path / OBJECTS))
 
     @cached_property
@@ -87,7 +87,7 @@ class SavedCheckpoint:
     # ---- values ----
 
     def read(self, tensor: Tensor, name: str, key: str | None = None) -> None:
-        """Read a tensor of the model, or the state ``key`` of one, or boxes of it, in this process alone.
+        """Read tensor ``name`` of the model, or its state ``key``, into ``tensor`` or its boxes. Doesn't communicate.
 
         Each byte is read once, straight into place, if the tensor has the memory order in which it was saved and is on
         the host.
@@ -111,7 +111,7 @@ class SavedCheckpoint:
             flat.copy_(flat_in_memory_order(whole, like)[start : start + len(flat)])
 
     def _read_range(self, full: str, flat: Tensor, start: int, saved: Shape) -> None:
-        """Read the elements of a tensor from ``start`` on, in memory order, into the 1-D ``flat``."""
+        """Fill 1-D ``flat`` with a tensor's elements from ``start`` on in memory order; ``ValueError`` if any lack."""
         described = self.metadata.state_dict_metadata[full]
         assert isinstance(described, TensorStorageMetadata), "others aren't among the model's tensors and the states"
         missing = len(flat)
@@ -125,7 +125,7 @@ class SavedCheckpoint:
             raise ValueError(f"{self.path}: damaged, {full} lacks {missing:,} elements: {TAKE_ANOTHER}")
 
     def _read_chunk(self, full: str, chunk: ChunkStorageMetadata, saved: Shape, first: int, flat: Tensor) -> None:
-        """Read the elements of a chunk from its element ``first`` on, in memory order, into ``flat``."""
+        """Fill ``flat`` with a chunk's elements from ``first`` on in memory order; ``ValueError`` if it is damaged."""
         ((_, strides),) = boxes_in_memory(chunk.sizes, saved, 0, chunk.sizes.numel())
         head = TensorBytes(flat.dtype, chunk.sizes, strides).head()
         place = self.metadata.storage_data[MetadataIndex(full, chunk.offsets)]

@@ -179,9 +179,9 @@ def _prepare(
     staging: Saving | None,
     lines: list[str],
 ) -> Share:
-    """Collect the tensors and files that this rank writes, and extend ``lines`` by the states' names.
+    """Return the tensors and files that this rank writes, copied to the host if ``staging``; add states to ``lines``.
 
-    ``staging``: a save that copies the values to the host. None: they are written before training goes on.
+    ``staging``: the save that holds the copies. None: all is written before training goes on.
     """
     rank = contents.group.group_rank
     settings = {name: _settings(contents, name, schedulers[name]) for name in contents.optimizers}
@@ -205,7 +205,7 @@ def _prepare(
 
 
 def _write(writer: CheckpointWriter, keep: int | None, runs: Sequence[str]) -> Path:
-    """Write a checkpoint, and then start a thread that removes older ones of this run; nobody waits for it."""
+    """Write a checkpoint, then start a thread that prunes older ones unless ``keep`` is None. Communicates."""
     path = writer.write()
     if keep is not None:
         Thread(target=prune, args=(path, keep, runs), name="lowlevel_zero pruning").start()
@@ -227,10 +227,10 @@ def finish_last(group: ShardGroup) -> None:
 def run_of(
     group: ShardGroup, optimizers: Mapping[Name, LowLevelZeroOptimizer], others: Sequence[str] = (), serial: int = 0
 ) -> tuple[tuple[str, ...], int]:
-    """Return the ids of these optimizers' run and of its predecessors, and its newest checkpoint's serial number.
+    """Store in the optimizers, and return, the ids of their run and of earlier ones, and a checkpoint's serial number.
 
-    Both are stored in the optimizers. The first call communicates: the first rank names the run. ``others``: runs that
-    it goes on from. ``serial``: that of the checkpoint that is loaded; 0: one is to be saved.
+    The first call communicates: the first rank names the run. ``others``: runs that it goes on from. ``serial``: the
+    loaded checkpoint's; 0: a checkpoint is to be saved, and gets a new one.
     """
     known = [run for optimizer in optimizers.values() for run in optimizer.runs]
     known = known or [f"{group.from_rank_zero([secrets.randbits(62)])[0]:016x}"]

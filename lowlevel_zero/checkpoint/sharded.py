@@ -66,7 +66,7 @@ class Sharded(Stateful):
         self._own = ""  # the mark that state_dict() returned last: a loaded one is another object
 
     def state_dict(self) -> StateDict:
-        """Share the model's buffers, and return the state to save or load into, zeros if none is yet. Communicates.
+        """Broadcast the model's buffers; return the state to save or load into, zeros where none is yet. Communicates.
 
         Slices share memory with the optimizer's. Edited parameters are copied into masters first. On every
         rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before
@@ -92,7 +92,7 @@ class Sharded(Stateful):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave and ``dcp.load`` filled; every rank calls it. Gradients are cleared.
+        """Load what ``state_dict`` gave and ``dcp.load`` filled, on all ranks or none; clear gradients. Communicates.
 
         The model may be loaded before or after.
 
@@ -126,7 +126,7 @@ class Sharded(Stateful):
             )
 
     def _settings(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the saved settings; of a checkpoint that another optimizer wrote, defaults and its groups."""
+        """Return settings encoded in an extra name among the groups' ``params``, or defaults, and groups rid of it."""
         marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
         saved = [mark for mark in marks if mark is not self._own]
         named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
@@ -136,7 +136,7 @@ class Sharded(Stateful):
 
 
 def _state_of(optimizer: LowLevelZeroOptimizer) -> ShardedState:
-    """Collect an optimizer's state, including what only some ranks have. Communicates."""
+    """Return an optimizer's ``ShardedState``, after ranks have exchanged what only some of them have. Communicates."""
     with together(optimizer.shard_group, _GIVE):
         state = ShardedState(optimizer)
     parameters, own = optimizer.sharded_parameters, optimizer.parameter_names()
@@ -147,7 +147,7 @@ def _state_of(optimizer: LowLevelZeroOptimizer) -> ShardedState:
 
 
 def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
-    """Check that ranks have the same persistent buffers, and broadcast them from the first of them. Communicates."""
+    """Broadcast persistent buffers from the first rank that has them; raise if shapes differ. Communicates."""
     tensors = () if optimizer.model is None else named_tensors(optimizer.model, persistent=True)
     names = {tensor: name for name, tensor in tensors}
     store = optimizer.sharded_parameters
@@ -163,7 +163,7 @@ def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
 
 
 def _share(ranks: ShardGroup, names: Mapping[Tensor, str], device: torch.device) -> None:
-    """Broadcast the buffers among ``names`` from the first rank of ``ranks``, on which they are alike. Communicates."""
+    """Broadcast the buffers among ``names`` from the first of ``ranks``; raise if shapes differ. Communicates."""
     buffers = {each: name for each, name in names.items() if not isinstance(each, Parameter)}
     with together(ranks, _GIVE) as lines:
         lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]

@@ -51,7 +51,7 @@ class _Division(NamedTuple):
     stride: Shape
 
     def boxed(self, own: Tensor, record: ShardedParameter) -> BoxedTensor:
-        """Return the state of which ``own`` is this rank's part, with or without padding."""
+        """Return ``own``, this rank's part with or without padding, as a ``BoxedTensor`` of the whole state."""
         if record.split.owner is not None:
             like = torch.empty_strided(self.shape, self.stride, device="meta")
             own = flat_in_memory_order(own, like) if record.owns_some else own.new_empty(0, device=record.p32.device)
@@ -113,7 +113,7 @@ class ShardedState:
         ]
 
     def _own_state(self, record: ShardedParameter) -> State:
-        """Return this rank's state of a parameter, with nested tensors under flat names."""
+        """Return this rank's state of a parameter, with any more precise master, nested tensors under flat names."""
         return flattened(with_master(stored_state(self._optim, self._optim.state.get(record.p32, {})), record))
 
     # ---- reading ----
@@ -155,7 +155,7 @@ class ShardedState:
         return _Division(WholeSplit(like.numel(), split.world_size, split.owner), tuple(whole.shape), whole.stride())
 
     def room(self) -> States:
-        """Return zeros for the states that a step will make for parameters without state, if a probe can tell."""
+        """Return zeros for states that a step will make of parameters without any; empty if no trial step can tell."""
         new = {name: record for name, record in self._records.items() if not self._told[name].keys() - {MASTER}}
         try:
             first = {sample: states_of_shape(self._optim, sample) for sample in {*map(_sample_shape, new.values())}}
@@ -245,9 +245,9 @@ class ShardedState:
     def _room(
         self, key: str, like: Tensor, keys: Collection[str], record: ShardedParameter, former: object = None
     ) -> Tensor:
-        """Return memory to load this rank's part of a whole state into, which is ``like`` this one.
+        """Return memory for this rank's part of a state like ``like``: a ``former`` state's if it fits, else zeros.
 
-        It is that of a ``former`` state of the same shape, dtype and device, else zeros.
+        It fits with the same shape, dtype and device. An undivided state gets zeros of its whole shape on the host.
         """
         division = self._division(key, like, keys, record, record.p.shape)
         if division is None:
@@ -261,7 +261,7 @@ class ShardedState:
         return BoxedTensor(own, start, division.shape, division.stride, division.split)
 
     def _own(self, name: str, key: str, tensor: Tensor | None, keys: Collection[str]) -> Tensor:
-        """Return a loaded state in the form of this rank's optimizer: a slice ``[s]`` padded with zeros, or whole."""
+        """Return a loaded state as this rank's optimizer keeps it, a padded slice or whole; ``ValueError`` if unfit."""
         record = self._records[name]
         if tensor is None:
             raise ValueError(
@@ -287,7 +287,7 @@ class ShardedState:
         return record.shaped(own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own))))
 
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise ``ValueError`` unless the saved class (else ``states``), block size and groups fit this optimizer.
+        """Raise ``ValueError`` unless saved class (or ``states``), block size, groups and loss scale fit the optimizer.
 
         ``states``: the saved states by parameter and key, which are tried if the class isn't recorded.
         """
@@ -343,7 +343,7 @@ class ShardedState:
         return found
 
     def load(self, slices: Mapping[ShardedParameter, State], settings: Mapping[str, Any], undo: ExitStack) -> None:
-        """Load states, except masters, and checked settings of groups; ``undo`` gets the way back."""
+        """Load param groups, and states except masters, into the wrapped optimizer; ``undo`` can restore the former."""
         held = ((record, self._optim.state.get(record.p32, {})) for record in self._records.values())
         self._former = {record: dict(state) for record, state in held if record.owns_some}
         store, others = self._optimizer.sharded_parameters, settings.get(OTHERS, {})
@@ -369,7 +369,7 @@ def _is_single(record: ShardedParameter) -> bool:
 
 
 def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
-    """Return the states that a parameter will have, without values, judging by ``first``, the states of a small one."""
+    """Return a parameter's future states, without values, by a small one's, ``first``; empty if these don't tell."""
     tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
     sample = _sample_shape(record)
     if record.split.owner is not None and any(value.shape not in (sample, ()) for value in tensors.values()):

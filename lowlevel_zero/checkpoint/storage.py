@@ -92,7 +92,7 @@ class CheckpointWriter:
             return file.sync()
 
     def _outcome(self, own: _Told) -> str | None:
-        """Publish the checkpoint if all ranks have written, and return the first failure, or None. Communicates."""
+        """Let the first rank publish the checkpoint if all have written; return a failure or None. Communicates."""
         if self._ranks == 1:
             return self._publish([own])
         told: list[Any] = [None] * self._ranks if self._rank == 0 else []
@@ -103,7 +103,7 @@ class CheckpointWriter:
         return outcome[0]
 
     def _publish(self, told: Sequence[_Told]) -> str | None:
-        """Write metadata and manifest, and rename the folder, unless a rank has failed; return the first failure."""
+        """Write metadata and manifest, and rename the folder, unless a rank has failed; return any failure as text."""
         for _, failure in told:
             if failure is not None:
                 return failure

@@ -119,7 +119,7 @@ class ShardGroup:
         return self._host_backend
 
     def _messages(self, number: int, buffers: bool = False) -> Pairwise:
-        """Return a backend of pairwise messages; if ``buffers``, it has separate connections for buffers."""
+        """Return a backend of messages of optimizer ``number``, with a group for ``buffers`` if set. Communicates."""
         own = buffer_group(self.group) if buffers else None
         return Pairwise(side_group(self.group), self.context.threads, number, own)
 

@@ -21,7 +21,7 @@ from ..options import ZeroOptions
 
 
 def check_optimizer(optimizer: object, model: object) -> None:
-    """Raise unless ``optimizer`` is a torch optimizer with parameters to train, and ``model`` is a plain module."""
+    """Raise unless a torch ``optimizer`` trains parameters of a bare ``model``, or of None; also within a backward."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if torch.is_inference_mode_enabled():

@@ -214,7 +214,7 @@ def shard(
     doing: str,
     model: nn.Module | None = None,
 ) -> Sharding:
-    """Move new parameters to padded storages, and broadcast rank 0's values. Communicates: every rank calls it."""
+    """Convert new parameters, move them to padded storages, and broadcast rank 0's values. Communicates."""
     with together(parameters.shard_groups[0], doing):
         convert(optimizer.param_groups[len(parameters.groups) :], options.forced_dtype)
         sharding = Sharding(optimizer, parameters, options, checked.names, checked.choices, model)

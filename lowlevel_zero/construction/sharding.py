@@ -81,7 +81,7 @@ class Sharding:
         return record
 
     def _untrained(self, model: nn.Module | None) -> list[Tensor]:
-        """Return buffers and untrained parameters, which are shared like trained ones."""
+        """Return buffers and untrained parameters, to be broadcast too; warn of one in memory that a parameter left."""
         rest: dict[Tensor, None] = dict.fromkeys(
             p for settings in self._optimizer.param_groups[self._known :] for p in settings["params"]
         )
@@ -93,7 +93,7 @@ class Sharding:
         return others
 
     def _warn_of_left(self, others: Iterable[Tensor]) -> None:
-        """Warn of the first of ``others`` that still uses memory which a parameter has left."""
+        """Warn, on the first rank, of the first of ``others`` that still uses memory which a parameter has left."""
         left = sorted(self._left)
         for start, stop in (memory_of(other) for other in others if other.layout == torch.strided):
             at = bisect_left(left, (stop, 0, "")) - 1  # the last that begins before its end
@@ -151,7 +151,7 @@ def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> N
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """Return each element of an expanded tensor once."""
+    """Return a view of ``tensor`` in which each element of an expanded dimension is once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -37,7 +37,7 @@ def set_level() -> None:
 
 
 def log_start(optimizer: Sharded) -> None:
-    """Log the start line of ``optimizer``, and ranks' shares of whole parameters, on the first rank; warn of fp8."""
+    """Log the start line and ranks' shares of whole parameters on the first rank; warn there of fp8 over the host."""
     parameters, options = optimizer.sharded_parameters, optimizer.options
     ranks = parameters.shard_groups[0]
     if ranks.group_rank != 0:

@@ -57,17 +57,17 @@ Gather: TypeAlias = Callable[[ShardedOptimizer, ShardedGroup, Records], Iterable
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Gather the fp32 master of a parameter, and return it whole; None if the parameter is frozen."""
+    """Gather the fp32 master of a parameter, and return it whole; None if the parameter is frozen. Communicates."""
     return _read_one(param, "safe_get_full_fp32_param", _masters)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Gather the gradient of a parameter, and return it whole; None if no rank has one, or it is frozen."""
+    """Gather a parameter's averaged gradient, and return it whole; None if it is frozen or has none. Communicates."""
     return _read_one(param, "safe_get_full_grad", _gradients)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Gather a state of a parameter, such as ``exp_avg``, and return it whole; a number is 0-d.
+    """Gather a state of a parameter, such as ``exp_avg``, and return it whole; a number is 0-d. Communicates.
 
     None if the parameter has none yet, or is frozen.
     """
@@ -78,7 +78,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 @torch.inference_mode(False)  # tensors that are made in it could not be updated later
 @torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Overwrite a parameter's fp32 master with ``value``, and the parameter with its rounded values.
+    """Overwrite a parameter's fp32 master with ``value``, and the parameter with it, rounded. Communicates.
 
     Args:
         param: the model's parameter.
@@ -98,7 +98,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 @torch.inference_mode(False)  # tensors that are made in it could not be updated later
 @torch.no_grad()
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Overwrite the averaged gradient of a parameter that has one. All ranks call it."""
+    """Overwrite a parameter's averaged gradient with ``value``; raise ``ValueError`` if it has none. Communicates."""
     optimizer, record = _owner_of(param)
     with _collective_call(optimizer, [record], "safe_set_full_grad"):
         _check_value(value, record)
@@ -112,7 +112,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 @torch.inference_mode(False)  # tensors that are made in it could not be updated later
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Overwrite an optimizer state of a parameter; for a state that is one number, pass one element."""
+    """Overwrite a state that a parameter has; for a state that is one number, pass one element. Communicates."""
     key = optim_state_key
     optimizer, record = _owner_of(param)
     state = _state(optimizer, record)
@@ -156,14 +156,14 @@ def full_grads(model: nn.Module, *, device: torch.device | str | None = None) ->
 
 
 def full_fp32_params(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
-    """Gather all fp32 masters of a model, and return them by name; None for frozen parameters."""
+    """Gather all fp32 masters of a model, and return them by name; None for frozen parameters. Communicates."""
     return _read_all(model, "full_fp32_params", _masters, device)
 
 
 def full_optimizer_states(
     model: nn.Module, optim_state_key: str, *, device: torch.device | str | None = None
 ) -> dict[str, Tensor | None]:
-    """Gather one optimizer state of all of a model's parameters, and return it by name; None where there is none."""
+    """Gather one state of all of a model's parameters, and return it by name; None where it's missing. Communicates."""
     call = f"full_optimizer_states({optim_state_key!r})"
     return _read_all(model, call, partial(_states, optim_state_key), device, optim_state_key)
 
@@ -200,7 +200,7 @@ def _read_one(param: Tensor, call: str, gather: Gather, key: str | None = None) 
 def _read_all(
     model: nn.Module, call: str, gather: Gather, device: torch.device | str | None, key: str | None = None
 ) -> dict[str, Tensor | None]:
-    """Return the values of all parameters of ``model`` by name, None without one. Communicates."""
+    """Return the values of a model's parameters by name, None without one; raise if none is sharded. Communicates."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     named = dict(model.named_parameters())
@@ -271,7 +271,7 @@ def _owner_of(param: Tensor) -> tuple[ShardedOptimizer, ShardedParameter]:
 
 @contextmanager
 def _collective_call(optimizer: ShardedOptimizer, records: Records, call: str) -> Iterator[list[str]]:
-    """Run checks in the body, and make sure that every rank makes the same ``call``. Communicates.
+    """Run checks in the body; raise on all ranks if one fails, or they make different calls. Communicates.
 
     The body may add to the lines that have to be alike on all ranks.
 
@@ -300,7 +300,7 @@ def _collective_call(optimizer: ShardedOptimizer, records: Records, call: str) -
 
 
 def _check_key(optimizer: ShardedOptimizer, records: Records, key: str) -> None:
-    """Raise unless ``key`` names a state of these parameters that is a tensor or a number, and not quantised."""
+    """Raise if parameters have states but none named ``key``, or if that is quantised, or neither tensor nor number."""
     known = {name: value for record in records for name, value in _state(optimizer, record).items()}
     if not isinstance(key, str):
         raise TypeError(f"optim_state_key: expected a str, got {type(key).__name__} {key!r}")

@@ -131,7 +131,7 @@ _DYNAMIC_DEFAULTS = dict(zip(_DYNAMIC_SCALE, (16, 1000, 2, 1), strict=True))
 
 
 def _chosen(table: Table, given: Mapping[str, Any]) -> Options:
-    """Translate the config values of a table to options, checked as the optimizer checks them; groups are dicts."""
+    """Return options for the paths of ``table`` that ``given`` has, checked as by the optimizer; groups are dicts."""
     options: Options = {}
     for path, (names, convert) in table.items():
         for name in names if path in given else ():
@@ -154,7 +154,7 @@ _OFF = (False, 0, "none")
 
 
 def _warn_of_unread(given: Mapping[str, Any]) -> None:
-    """Warn of keys that aren't read, with the nearest key that is."""
+    """Log one warning of keys that are neither read nor off, with the nearest known key, if there are any."""
     known = [*_OPTIONS, *_STATIC_SCALE, *_DYNAMIC_SCALE, *_ENABLED, *_PASSED_BY]
     off = {path.rpartition(".")[0] for path, value in given.items() if path.endswith(".enabled") and not value}
     unread = [

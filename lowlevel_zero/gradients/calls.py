@@ -45,7 +45,7 @@ class Calls:
         self._streams = streams
 
     def enter(self, doing: str) -> Call:
-        """Check that a call may be made here, finish gathers, and return the ``Call`` for the ranks to agree on.
+        """Check that a call may be made here, wait for gathers, and return the ``Call`` to agree on, with any error.
 
         Raises:
             RuntimeError: it can't be made here or now.
@@ -83,7 +83,7 @@ class Calls:
             self._streams.join()
 
     def _agree_in_all_groups(self, call: Call, act: Callable[[ShardedGroup, Call], object]) -> None:
-        """Run ``act`` in each shard group, and agree with all ranks that none has failed. Communicates."""
+        """Run ``act`` in each shard group, and raise on all ranks if it has failed on one. Communicates."""
         error, since = None, moment()
         for each in self._groups:
             try:
@@ -107,7 +107,7 @@ class Calls:
         self.finish_gradients(Call(f"{doing} of {record.common_name}"))
 
     def finish_syncs(self, doing: str, raises: bool = True) -> None:
-        """Finish reductions so that all ranks have the same gradient syncs; ``p.grad`` stays. Communicates.
+        """Run all ranks' gradient syncs to the end; unreduced gradients stay in ``p.grad``. Communicates.
 
         Args:
             doing: one of the names of ``Call``, the same on every rank.
@@ -121,7 +121,7 @@ class Calls:
 
     @contextmanager
     def taking_part(self, catch_up: Callable[[], object], damage: Damage = Damage.GRADIENTS) -> Iterator[None]:
-        """Run the body of a public call; if it fails here after the agreement, do this rank's part of the call.
+        """Run the body of a public call; if it fails on this rank after the agreement, call ``catch_up``, and raise.
 
         An agreement tells errors of before it to all ranks, which raise together, and nothing has changed. After it a
         rank that fails takes part in what is left of the call's collectives with what it has, and raises its own error.

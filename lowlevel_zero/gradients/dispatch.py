@@ -25,7 +25,7 @@ _SHOWN = 4  # numbers of a list in a message
 
 
 def make_handles(records: Iterable[ShardedParameter], gradients: OptimizerGradients) -> None:
-    """Make the ``ShardedGradient`` objects that records show as ``p.grad`` and ``p32.grad``."""
+    """Set each record's ``ShardedGradient`` handles, which it shows as ``p.grad`` and ``p32.grad`` later."""
     for record in records:
         record.handle = ShardedGradient(record, record.p, gradients)
         record.slice_handle = ShardedGradient(record, record.p32, gradients)
@@ -39,12 +39,12 @@ def _is_sharded(value: object) -> TypeGuard[ShardedGradient]:
 
 
 def _whole(value: Any, wholes: Wholes) -> Any:
-    """Return arguments with each sharded gradient replaced by the gathered, whole one. Communicates."""
+    """Return arguments with whole gradients, of ``wholes`` or gathered, in place of sharded ones. Communicates."""
     return mapped(lambda each: each.whole_in(wholes) if _is_sharded(each) else each, value)
 
 
 def _read(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Gather whole gradients, and call the operator on them. Communicates."""
+    """Gather whole gradients, and return the operator's result on them; nothing is written back. Communicates."""
     wholes: Wholes = {}
     return func(*_whole(args, wholes), **_whole(kwargs, wholes))
 
@@ -75,7 +75,7 @@ def _note_history(written: Iterable[ShardedGradient], args: Args, kwargs: Keywor
 
 
 def _like(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Call the operator on stand-ins, since it reads shape and dtype alone. Doesn't communicate."""
+    """Return the operator's result on empty tensors, since it reads shape and dtype alone. Doesn't communicate."""
     return func(*mapped(lambda each: _empty(each, each.device) if _is_sharded(each) else each, args), **kwargs)
 
 
@@ -113,7 +113,7 @@ def _targets(args: Args) -> tuple[bool, Sequence[Tensor], list[ShardedGradient]]
 
 
 def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Finish reductions, and write each element by itself, on this rank's slices alone. Communicates."""
+    """Finish reductions, and run the operator on this rank's slices; for views, on whole gradients. Communicates."""
     listed, targets, sharded = _targets(args)
     beside = [*args[1:], *kwargs.values()]
     if not sharded:
@@ -141,7 +141,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _at(at: int, value: Any, count: int) -> Any:
-    """Return the argument for the tensor at place ``at`` of a list."""
+    """Return ``[value[at]]`` if ``value`` is a list of ``count``, one for each tensor, else ``value`` itself."""
     return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
 
 
@@ -152,7 +152,7 @@ def _edited(target: ShardedGradient) -> tuple[ShardedParameter, OptimizerGradien
 
 
 def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> Tensor:
-    """Return the part of an argument beside this rank's slice of ``target``. May finish reductions, or gather."""
+    """Return ``value`` at this rank's slice of ``target``, or whole if 0-d; raise for a wrong shape. Communicates."""
     start, stop = record.split.span(record.rank)
     if _is_sharded(value):
         if value.is_of_slice == target.is_of_slice and _is_split_alike(record, value):
@@ -199,7 +199,7 @@ def _edit_text(func: Any, args: Args, kwargs: Keywords) -> str:
 
 
 def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient]) -> Any:
-    """Mark the edited gradients as current, and return the result of the in-place function."""
+    """Renew what detached gradients keep, and return ``args[0]``, or None if it is a list; raise if one was cleared."""
     for each in sharded:
         _edited(each)  # finishing reductions may have found that it was cleared
         each.keep_current()
@@ -208,7 +208,7 @@ def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient
 
 
 def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Multiply or divide gradients by one number, for a whole bucket without a kernel if possible. Communicates."""
+    """Multiply or divide gradients by one number, noted for a whole bucket; other factors by elements. Communicates."""
     _, _, sharded = _targets(args)
     factor = args[1]
     one = factor.numel() == 1 and not _is_sharded(factor) if isinstance(factor, Tensor) else factor != 0
@@ -220,14 +220,14 @@ def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Finish reductions, and make gradients zeros. Communicates."""
+    """Finish reductions, and set gradients to zeros; of a view, through the whole gradient. Communicates."""
     if any(_is_sharded(each) and each.live() is None for each in tensors_in(args)):
         return _write(func, args, kwargs)
     return _change_together(func, args, kwargs, GradientStore.zero)
 
 
 def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) -> Any:
-    """Apply ``change`` to the gradients that an operator writes to, once for each optimizer. Communicates."""
+    """Apply ``change`` to the sharded targets, once for each optimizer, and ``func`` to plain ones. Communicates."""
     _, targets, sharded = _targets(args)
     if len(sharded) < len(targets):
         func([each for each in targets if not _is_sharded(each)], *args[1:])
@@ -298,7 +298,7 @@ _BY_ELEMENTS = {"copy_", "fill_", "masked_fill_", "abs_"}
 
 
 def perform(func: Any, args: Args, kwargs: Keywords) -> object:
-    """Perform an operator on sharded gradients by the function of its kind."""
+    """Return an operator's result on sharded gradients, by the function of its kind; most of these communicate."""
     return _performer(func)(func, args, kwargs)
 
 

@@ -51,7 +51,7 @@ class GlobalNorm:
         self._started = True
 
     def catch_up(self) -> bool:
-        """Start the sum if it hasn't been started, and wait for it; return whether the norm is known."""
+        """Start the sum, without pieces, unless started, and wait; return whether the norm is known. Communicates."""
         if not self._started:
             self.measure(())
         with suppress(RuntimeError):
@@ -60,7 +60,7 @@ class GlobalNorm:
 
     @property
     def value(self) -> Tensor:
-        """Return the norm, 0-d, fp32 at least; waits for the other ranks' part of the sum."""
+        """Wait for the sum, and return the norm, 0-d, fp32 at least; raise ``RuntimeError`` if an error has lost it."""
         assert self._started, "not started"
         pending, self._pending = self._pending, None
         if pending is not None:

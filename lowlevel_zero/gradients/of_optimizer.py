@@ -46,7 +46,7 @@ class OptimizerGradients:
     def norms(self, records: Sequence[ShardedParameter], norm_type: float) -> list[Tensor]:
         """Return the norm of each whole gradient, averaged and unscaled, 0-d. Communicates unless it is known.
 
-        One collective brings the norms of all parameters, which are kept until gradients change.
+        One collective brings all norms, which are kept until gradients change. With experts it raises ``RuntimeError``.
         """
         self._check(norm_type)
         if self._calls.has_experts:
@@ -70,7 +70,7 @@ class OptimizerGradients:
         return [known[record.index] for record in records]
 
     def _refuse_late(self, without: Iterable[ShardedParameter]) -> None:
-        """Raise if a parameter ``without`` a gradient has got one by finishing the reductions."""
+        """Raise ``RuntimeError`` if a parameter ``without`` a gradient has got one by finishing the reductions."""
         late = [record.name for record in without if record.p.grad is not None]
         if late:
             raise RuntimeError(
@@ -121,7 +121,7 @@ class OptimizerGradients:
             return None if whole is None else whole.to(record.p.dtype)
 
     def own(self, record: ShardedParameter) -> Tensor:
-        """Return a copy of this rank's slice, ``[s]``, of the averaged gradient, or zeros. It is reduced first."""
+        """Finish reductions, and return a copy of this rank's slice, ``[s]``, averaged, or zeros. Communicates."""
         for each, _ in self._complete([record]):
             own = each.gradients.averaged(record)
             if own is not None:
@@ -161,7 +161,7 @@ class OptimizerGradients:
 
     @contextmanager
     def _gathering(self, group: ShardGroup, gather: Callable[[], object]) -> Iterator[None]:
-        """Run a body that has one gather; if this rank alone fails between the agreement and it, call ``gather``."""
+        """Run a body that gathers once; if this rank fails between the agreement and the gather, call ``gather``."""
         begun = group.progress.begun[GATHER]
 
         def catch_up() -> None:

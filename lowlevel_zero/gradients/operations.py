@@ -22,7 +22,7 @@ def name_of(func: Any) -> str:
 
 
 def number_in(value: Any) -> float | None:
-    """Return the number that an argument is; None: it is something else, or the host would have to wait for it."""
+    """Return an argument's number, also of a 0-d tensor on the host; None for bools, device tensors and all else."""
     if isinstance(value, Tensor) and not isinstance(value, Handle) and value.dim() == 0 and value.is_cpu:
         value = value.item()
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -36,7 +36,7 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def mapped(change: Callable[[Tensor], Any], value: T) -> T:
-    """Apply ``change`` to each tensor in ``value``, also in lists, tuples and dicts, and return the result."""
+    """Return ``value`` with ``change`` applied to each tensor in it, in new lists, tuples and dicts."""
     found: Any = value
     if isinstance(value, Tensor):
         found = change(value)

@@ -9,7 +9,7 @@ class Refusal(str):
     __slots__ = ()
 
     def __call__(self, name: str, *done: object) -> RuntimeError:
-        """Return the error for the parameter of this ``name``."""
+        """Return a ``RuntimeError`` with this text about the parameter ``name``, in which ``done`` fills ``{}``."""
         return RuntimeError(f"{name}: {self.format(*done)}")
 
 

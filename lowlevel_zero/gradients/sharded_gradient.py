@@ -98,7 +98,7 @@ class ShardedGradient(Handle):
     # ---- its values ----
 
     def full_tensor(self) -> Tensor:
-        """Gather the whole gradient, averaged and unscaled, in the parameter's dtype. Every rank calls it.
+        """Gather and return the whole gradient, averaged and unscaled, in the parameter's dtype. Every rank calls it.
 
         Of ``p32.grad`` return this rank's slice, in the dtype and on the device of ``p32``.
         """
@@ -132,7 +132,7 @@ class ShardedGradient(Handle):
         return f"ShardedGradient({about}: full_tensor() has its elements)"
 
     def __deepcopy__(self, memo: object) -> Tensor | None:
-        """Gather the whole gradient as a plain copy; None for a slice's gradient. Every rank calls it."""
+        """Return the gathered gradient as a plain tensor, or None for a slice's gradient. Every rank calls it."""
         return None if self.is_of_slice else self.full_tensor()
 
     # ---- there is no memory ----
@@ -144,7 +144,7 @@ class ShardedGradient(Handle):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Raise for an assignment to ``.data``, unless it assigns the gradient itself."""
+        """Raise ``RuntimeError`` unless ``value`` is this gradient, or its own ``.data`` with the present values."""
         if value is self:  # as ``model.to(device)`` does where nothing changes
             return
         if isinstance(value, DetachedGradient) and value.live() is self and value.is_current:
@@ -171,7 +171,7 @@ class ShardedGradient(Handle):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Perform one torch operation; within a backward, only adding a gradient is allowed."""
+        """Perform a torch operation, which may communicate; within a backward, raise for any but adding a gradient."""
         if torch._C._current_graph_task_id() != -1:
             return _perform_within_backward(func, args, kwargs or {})
         return ShardedGradient.perform(func, args, kwargs or {})
@@ -186,7 +186,7 @@ class ShardedGradient(Handle):
         return record, gradients
 
     def retire(self) -> Handle:
-        """Make every further use raise, and return a new object for the next gradient."""
+        """Make every further use of this object raise, and return a new one for the next gradient."""
         record, gradients = self.held()
         self._retired, self._itself = True, None
         return ShardedGradient(record, record.p32 if self.is_of_slice else record.p, gradients)
@@ -196,7 +196,7 @@ class ShardedGradient(Handle):
         self._itself = self
 
     def root(self) -> ShardedGradient:
-        """Return the gradient that this object, or the object it is a view of, stands for."""
+        """Return this object itself; of a view, the gradient that it is a view of."""
         return self
 
     def live(self) -> ShardedGradient | None:
@@ -205,23 +205,23 @@ class ShardedGradient(Handle):
 
     @property
     def is_current(self) -> bool:
-        """Return whether this object has the present values of ``p.grad``."""
+        """Return True: this object has the present values of ``p.grad``, which a detached gradient may not have."""
         return True
 
     def whole_in(self, wholes: Wholes) -> Tensor:
-        """Return the whole gradient from ``wholes``, or gather it and store it there."""
+        """Return the whole gradient from ``wholes``, or gather it and store it there. Communicates."""
         if self not in wholes:
             wholes[self] = self.full_tensor()
         return wholes[self]
 
     def own_part(self, tensor: Tensor) -> Tensor:
-        """Cut this rank's elements, ``[n]``, from a tensor of the gradient's shape, and return them."""
+        """Return this rank's elements, ``[n]``, of a tensor of the gradient's shape; a view if possible."""
         record, _ = self.held()
         start, stop = record.split.span(record.rank)
         return record.flat_slice(tensor)[: stop - start] if self.is_of_slice else record.flatten(tensor)[start:stop]
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Write the elements in which ``after`` differs from ``before`` to this rank's slice of the reduced sum."""
+        """Finish reductions, and write the changes from ``before`` to ``after`` to this rank's slice. Communicates."""
         record, gradients = self.held()
         if after.shape != before.shape:
             raise refusals.SHAPE(self.name_of_parameter, tuple(before.shape), tuple(after.shape))
@@ -233,10 +233,10 @@ class ShardedGradient(Handle):
         gradients.change([record], what, partial(GradientStore.edit, edits={record: [edit]}))
 
     def keep_current(self) -> None:
-        """Keep the present values of ``p.grad``; nothing to do unless detached."""
+        """Do nothing: only a detached gradient keeps values, and replaces them here."""
 
     def detached(self) -> ShardedGradient:
-        """Return a detached gradient that keeps the present values."""
+        """Return a new detached gradient, which keeps a copy of this rank's slice as it is now. Communicates."""
         return DetachedGradient(self, self)
 
     def viewed(self, like: Tensor, look: Callable[[Tensor], Tensor]) -> ShardedGradient:
@@ -253,14 +253,14 @@ class DetachedGradient(ShardedGradient):
         self.keep_current()
 
     def full_tensor(self) -> Tensor:
-        """Gather the whole gradient as it was when it was detached. Every rank calls it."""
+        """Gather and return the whole gradient as it was detached, or last written. Every rank calls it."""
         record, gradients = self.held()
         if self.is_of_slice:
             return super().full_tensor()
         return self._of.full_tensor() if self.is_current else gradients.gathered(record, self._kept)
 
     def to_local(self) -> Tensor:
-        """Return a copy of this rank's slice as it was when it was detached."""
+        """Return a copy of this rank's slice as it was detached, or last written. Doesn't communicate."""
         return self._kept.clone()
 
     def live(self) -> ShardedGradient | None:
@@ -269,16 +269,16 @@ class DetachedGradient(ShardedGradient):
 
     @property
     def is_current(self) -> bool:
-        """Return whether ``p.grad`` hasn't changed since it was detached."""
+        """Return whether no gradient of the optimizer has changed since ``p.grad`` was detached."""
         return not self._of._retired and self._at == self.held()[1].versions
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Finish reductions, write the changes to ``p.grad``, and keep its new values."""
+        """Finish reductions, write the changes to ``p.grad``, and keep its new values. Communicates."""
         self._of.write_changes(before, after, what)
         self.keep_current()
 
     def keep_current(self) -> None:
-        """Replace the kept values by the present values of ``p.grad``."""
+        """Replace the kept slice by a copy of the present one of ``p.grad``, finishing reductions. Communicates."""
         self._kept = self._of.to_local()
         self._at = self.held()[1].versions
 
@@ -317,16 +317,16 @@ class ViewOfGradient(ShardedGradient):
         return None
 
     def whole_in(self, wholes: Wholes) -> Tensor:
-        """Return the view of the whole gradient, which is taken from ``wholes`` or gathered."""
+        """Return the view of the whole gradient, which is taken from ``wholes`` or gathered. Communicates."""
         return self._look(self._of.whole_in(wholes))
 
     def detached(self) -> ShardedGradient:
-        """Return a view of the detached gradient."""
+        """Return the same view of a detached gradient, which keeps a copy of this rank's slice. Communicates."""
         return ViewOfGradient(self._of.detached(), self, self._look)
 
 
 def _perform_within_backward(func: Any, args: Args, kwargs: Keywords) -> Any:
-    """Store a gradient that autograd adds to ``p.grad`` in a backward; raise for any other operation."""
+    """Add autograd's gradient to ``record.pending``, or return the sum if it has a graph; raise for all else."""
     first = next(each for each in tensors_in((args, kwargs)) if isinstance(each, ShardedGradient))
     refuse_compiled(first.name_of_parameter)
     if not _is_engine(sys._getframe(1).f_back):

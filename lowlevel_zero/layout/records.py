@@ -196,7 +196,7 @@ class Layout:
 
     @property
     def owned(self) -> dict[int, Owned]:
-        """Return each global rank's share of the parameters that one rank steps whole; empty if there are none."""
+        """Return each global rank's elements and work of parameters that one rank steps whole; empty without any."""
         found = dict.fromkeys(self.ranks, Owned())
         for group in dict.fromkeys(p.process_group for p in self.parameters):
             splits = (p.split for p in self.parameters if p.process_group == group)
@@ -229,7 +229,7 @@ class Layout:
 
 
 def span_text(span: tuple[int, int]) -> str:
-    """Return the elements that a rank owns, as in ``7:14``."""
+    """Return a span of elements as text, as in ``7:14``, or ``nothing`` if it is empty."""
     start, stop = span
     return f"{start:,}:{stop:,}" if start < stop else "nothing"
 
@@ -249,7 +249,7 @@ def layout_of(optimizer: Sharded) -> Layout:
 
 
 def bytes_of(optimizer: Sharded) -> int:
-    """Return the bytes that this rank holds of all parameters once they have gradients. Doesn't communicate."""
+    """Return the bytes of parameters, masters and gradients on this rank after a backward. Doesn't communicate."""
     alike = Counter((record.split, record.p.dtype, record.owns_some) for record in optimizer.sharded_parameters)
     total = 0
     for (split, dtype, owns_some), count in alike.items():

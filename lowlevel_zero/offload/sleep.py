@@ -25,7 +25,7 @@ _HOST = torch.device("cpu")
 
 
 def check_kinds(include: Collection[str]) -> None:
-    """Raise ``ValueError`` unless all that is to be included can be moved."""
+    """Raise ``ValueError`` unless ``include`` is a collection of names in ``KINDS``."""
     wrong = [include] if isinstance(include, str) else [each for each in include if each not in KINDS]
     if wrong:
         raise ValueError(f"include: expected some of {KINDS}, got {wrong[0]!r}: pass a tuple of these")

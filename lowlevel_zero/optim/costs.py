@@ -22,13 +22,13 @@ _COST = Takes("a finite number >= 0", (int, float), lambda cost: 0 <= cost < mat
 
 
 def orthogonalises(optimizer: Optimizer) -> bool:
-    """Return whether the name of a class of ``optimizer``, or of its package, says that it orthogonalises updates."""
+    """Return whether the name of the optimizer's class, a base or a package says that it orthogonalises updates."""
     names = ((cls.__name__, cls.__module__.partition(".")[0]) for cls in type(optimizer).__mro__)
     return any(re.fullmatch(ORTHOGONALISING, name, re.IGNORECASE) for both in names for name in both)
 
 
 def costs_of(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, name: str, given: Cost | None) -> Costs:
-    """Return the measures of a parameter: the cost of its step, and, unless that is ``given``, its elements.
+    """Return ``(given(p),)``, or else the estimated cost of a parameter's step and its number of elements.
 
     ``group`` has the settings of its param group. Its values aren't looked at.
 
@@ -45,7 +45,7 @@ def costs_of(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, name: st
 
 
 def _operations(shape: tuple[int, ...]) -> int:
-    """Return the multiplications that orthogonalise a tensor of this shape by Newton-Schulz.
+    """Return the number of multiplications in Newton-Schulz for a tensor of ``shape``; its elements if below 2-D.
 
     A tensor of three dimensions is a stack of matrices. One of more is a matrix with a row for each first index.
     """

@@ -26,7 +26,7 @@ def switch(
     back: str,
     failure: Failure,
 ) -> None:
-    """Call the wrapped optimizer's ``train`` or ``eval``, and gather its slices. Communicates: all ranks call it.
+    """Call the wrapped optimizer's ``train`` or ``eval``, and gather slices; switch back if a rank fails. Communicates.
 
     Args:
         optim, parameters, groups: the wrapped optimizer, the records of its slices, and these by shard group.

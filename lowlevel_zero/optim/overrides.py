@@ -34,7 +34,7 @@ def overrides_of(optimizer: Any, p: Tensor) -> dict[str, object]:
 
 
 def check_overrides(optimizer: Any, new: Sequence[Tensor], names: Mapping[Tensor, str]) -> None:
-    """Raise if a parameter's own setting can't be its slice's; else let bitsandbytes read the settings again."""
+    """Raise ``ValueError`` if a slice can't have its parameter's setting; else make the next step read it again."""
     for p in new:
         overrides = overrides_of(optimizer, p)
         for key, value in overrides.items():
@@ -59,7 +59,7 @@ def carry_overrides(optimizer: Optimizer, parameters: ParameterStore) -> None:
 
 
 def _carry(optimizer: Any, parameters: ParameterStore) -> None:
-    """Register bitsandbytes' overrides of parameters for their slices, and drop overrides by place."""
+    """Register bitsandbytes' overrides of parameters for their slices; drop those by place in the param groups."""
     manager = optimizer.mng
     check_overrides(optimizer, [record.p for record in parameters], {record.p: record.name for record in parameters})
     for record in parameters:

@@ -31,7 +31,7 @@ class OwnedStep:
         self._fails = cache(partial(fails_without_gradients, optim))
 
     def __call__(self, method: str = "step") -> None:
-        """Call a method of the wrapped optimizer with only this rank's own slices in its groups. Doesn't communicate.
+        """Call a method of the wrapped optimizer while its groups hold this rank's slices alone. Doesn't communicate.
 
         Nothing stands in for parameters unless it is ``step``.
         """
@@ -53,7 +53,7 @@ class OwnedStep:
     def _leave_own(
         self, group: dict[str, Any], members: Sequence[Tensor], others: Mapping[Tensor, ShardedParameter], method: str
     ) -> list[Tensor]:
-        """Leave this rank's own slices in a group that the caller made of ``members``; return what stands in."""
+        """Leave only this rank's slices in ``group``, and a stand-in if a step would fail; return the stand-ins."""
         held = group["params"]
         own = group["params"] = [p32 for p32 in held if p32 not in others]
         stand_ins: dict[Tensor, Tensor] = {}
@@ -70,7 +70,7 @@ class OwnedStep:
         return [*stand_ins.values()]
 
     def _stand_in(self, p: Tensor) -> Tensor:
-        """Return a parameter of ``p``'s shape, with a gradient unless ``p`` is frozen, which keeps a group filled."""
+        """Return a new parameter of ones in ``p``'s shape, to fill a group; with a gradient unless ``p`` is frozen."""
         record = self._parameters.find(p)
         own = torch.nn.Parameter((p if record is None else record.p32).new_ones(p.shape))
         if record is not None:

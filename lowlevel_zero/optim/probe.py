@@ -63,7 +63,7 @@ class _Trial(NamedTuple):
 
 
 def probe_elements(optimizer: Optimizer, dtypes: Collection[torch.dtype] = ()) -> str | None:
-    """Compare slices with whole parameters under fresh optimizers, and describe a difference; None: they are equal.
+    """Step slices and whole parameters by fresh optimizers, and return a text about a difference, or None if equal.
 
     If it can't be tried, the result says why. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer``
     and random number generators stay unchanged.
@@ -76,7 +76,7 @@ def probe_elements(optimizer: Optimizer, dtypes: Collection[torch.dtype] = ()) -
 
 
 def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
-    """Compare parameters that two ranks own with ones stepped together, and describe a difference; None: equal.
+    """Step parameters apart, as two owners would, and together; return a text about a difference, or None if equal.
 
     Each rank steps the parameters that it owns, with nothing in the place of the others. There are two of each of these
     numbers of dimensions. Some have no gradient in one step, unless the class can't step so at all. Else as
@@ -106,7 +106,7 @@ def _tried(optimizer: Optimizer, *trials: _Trial) -> str | None:
 
 
 def _of_dtypes(optimizer: Optimizer, trial: _Trial, dtypes: Collection[torch.dtype]) -> str | None:
-    """Return the first difference in one of ``dtypes``, for which some classes have other rules, or None.
+    """Return the first difference that ``trial`` finds in ``dtypes``, or that random numbers are drawn, or None.
 
     One that can't be tried, as where numbers are too large for fp16, tells nothing.
     """
@@ -133,13 +133,13 @@ class _Part(NamedTuple):
     cut: Callable[[Tensor], Tensor] | None = None  # returns the slice of a tensor; None: the parameters are whole
 
     def of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return what belongs to this part of ``tensors``, one for each parameter."""
+        """Return this part's entries of ``tensors``, which has one for each parameter; slices of them if ``cut``."""
         own = tensors[self.places]
         return list(own) if self.cut is None else [self.cut(each) for each in own]
 
 
 def _owned(part: _Part, rank: int) -> _Part:
-    """Turn an optimizer into one rank's: keep every second parameter, as a copy with its state, and drop the others."""
+    """Cut a part's optimizer to every second parameter, copied with its state, and return it as ``rank``'s part."""
     optimizer, places = part.optimizer, slice(rank, None, 2)
     states = {p: optimizer.state.pop(p, None) for p in part.params}
     own: dict[Tensor, Tensor] = {}
@@ -186,7 +186,7 @@ class _Comparison:
         return found
 
     def _run(self, steps: int | None = None, drops: bool = False) -> None:
-        """Step all parameters and parts, and compare the settings of param groups in the first steps."""
+        """Step the whole and its parts, ``steps`` times or to the end, and note group settings that differ early."""
         sequence = self._trial.gradients(self._whole.params, self._generator)
         for number, each in enumerate(islice(sequence, steps)):
             lacking = drops and number == _LACKING
@@ -274,7 +274,7 @@ def _states_of_some(whole: _Part) -> str | None:
 
 
 def _wrong_state(optimizer: Optimizer) -> str | None:
-    """Return a text about states that no split can keep, or None.
+    """Return a text about one tensor under two keys, or about tensors or objects of no parameter, or None.
 
     Of those under other keys than parameters each rank has a part. A tensor under two keys is two after loading.
     """
@@ -291,7 +291,7 @@ def _wrong_state(optimizer: Optimizer) -> str | None:
 
 
 def _is_single(leaf: object) -> bool:
-    """Return whether a value among states is a number or text, which is alike on all ranks."""
+    """Return whether a value among states is None, a number, text, a dtype or device, or a tensor of one element."""
     if isinstance(leaf, Tensor):
         return leaf.numel() <= 1
     return leaf is None or isinstance(leaf, (Number, str, bytes, torch.dtype, torch.device))
@@ -305,7 +305,7 @@ def _first_slice(tensor: Tensor) -> Tensor:
 
 
 def _last_slice(tensor: Tensor) -> Tensor:
-    """Return the slice of the last rank that has one."""
+    """Return the flat slice, a view if possible, of the last of ``_RANKS`` ranks that has elements."""
     size = len(_first_slice(tensor))
     return tensor.flatten()[(tensor.numel() - 1) // size * size :]
 

@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is one of the 8-bit classes that step slices of whole blocks exactly."""
+    """Return whether ``optimizer`` is of the torchao and bitsandbytes classes that step whole blocks exactly."""
     return _is_torchao(optimizer) or bool(_BITSANDBYTES.fullmatch(full_name(optimizer)))
 
 
@@ -93,7 +93,7 @@ def slice_multiple(optimizer: Any) -> Callable[[int, int], int]:
 
 
 def is_quantised(value: object) -> bool:
-    """Return whether a state holds quantised codes, which need their scales."""
+    """Return whether a state has ``codes`` or is a ``uint8`` tensor: quantised numbers, which need their scales."""
     return hasattr(value, "codes") or (isinstance(value, Tensor) and value.dtype == torch.uint8)
 
 
@@ -139,7 +139,7 @@ def scales_of(scales: Tensor, block: int, start: int, numel: int) -> Tensor:
 
 
 def quantised_state(optimizer: Any, p32: Tensor, state: Mapping[str, Any]) -> State:
-    """Return the inverse of ``flat_state``, on ``p32``'s device, as ``optimizer`` keeps a slice of this size."""
+    """Return a slice's ``flat_state`` as ``optimizer`` keeps it for ``p32``: quantised, or dequantised if small."""
     if block_size(optimizer) == 1:
         return dict(state)
     flat = {key for key, each in state.items() if isinstance(each, Tensor) and each.shape == p32.shape}
@@ -148,7 +148,7 @@ def quantised_state(optimizer: Any, p32: Tensor, state: Mapping[str, Any]) -> St
 
 
 def _torchao_state(optimizer: Any, p32: Tensor, state: State) -> State:
-    """Return saved codes and scales as torchao's 8-bit tensors, or dequantised for a small parameter."""
+    """Return saved codes as torchao's 8-bit tensors, or dequantised if ``p32`` is small or not of whole blocks."""
     found: State = {}
     quantises = p32.numel() >= _SMALLEST and p32.numel() % optimizer.block_size == 0
     for key, value in state.items():

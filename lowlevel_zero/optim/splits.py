@@ -90,7 +90,7 @@ _LISTED = (
 def check_and_choose(
     optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], options: ZeroOptions
 ) -> dict[Tensor, Choice]:
-    """Choose the split of each parameter, and return the choices; raise if ``optimizer`` can't be split."""
+    """Return the split chosen for each parameter; raise if ``optimizer``, or its state or override, can't be split."""
     dtypes = of_16_bits(options.master_dtype(options.forced_dtype or p.dtype) for p in parameters)
     splits = choose_splits(optimizer, options.split, parameters, dtypes)
     check_unstepped(optimizer, parameters, names)
@@ -105,14 +105,14 @@ def check_and_choose(
 
 
 def of_16_bits(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Return the 16-bit dtypes among ``dtypes``."""
+    """Return the distinct 16-bit dtypes among ``dtypes``, sorted by name."""
     return sorted({dtype for dtype in dtypes if dtype.itemsize == 2}, key=str)
 
 
 def choice_of(
     optimizer: Optimizer, group: Mapping[str, Any], by: str, p: Tensor, name: str, cost: Cost | None
 ) -> Choice:
-    """Return the ``Choice`` for one parameter of a param group that is split ``by`` elements or parameters."""
+    """Return a parameter's ``Choice``: its number of elements, ``by``, and its costs if it is split by parameters."""
     return Choice(p.numel(), by, costs_of(optimizer, group, p, name, cost) if by == BY_PARAMETERS else ())
 
 
@@ -153,14 +153,14 @@ def choose_splits(
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether the class of ``optimizer`` is known to treat each element by itself, and to skip unused ones."""
+    """Return whether the class is known as elementwise and to skip unused parameters, and ``step`` isn't replaced."""
     if step_is_replaced(optimizer):
         return False
     return type(optimizer) in ELEMENTWISE or full_name(optimizer) in _ELSEWHERE or is_known(optimizer)
 
 
 def may_write_unused(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` may write parameters that have no gradient, by a trial if its class is unknown."""
+    """Return whether steps may write parameters without gradients, as known or tried; True if ``step`` is replaced."""
     if step_is_replaced(optimizer):
         return True
     skips = is_elementwise(optimizer) or type(optimizer).__module__.startswith("torch.optim")
@@ -168,7 +168,7 @@ def may_write_unused(optimizer: Optimizer) -> bool:
 
 
 def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int], dtypes: Collection[torch.dtype]) -> str:
-    """Return the split that an optimizer's class needs, by its name or by trial; ``TypeError`` if neither fits."""
+    """Return the split that an optimizer's class needs, by name or by probes; raise ``TypeError`` if neither fits."""
     if is_elementwise(optimizer):
         return BY_ELEMENTS
     by_elements = listed.reason if listed else probe_elements(optimizer, dtypes)
@@ -188,7 +188,7 @@ def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int], dt
 
 
 def _listed_by_methods(optimizer: Optimizer) -> _Listed | None:
-    """Return why a class that needs a closure, or whose states are another optimizer's, can't be sharded, or None.
+    """Return an entry if ``step`` is replaced or needs a closure, or a wrapped optimizer has the states; else None.
 
     An instance whose step was replaced may be sharded if the caller chooses its split.
     """

@@ -35,7 +35,7 @@ def full_name(optimizer: Optimizer) -> str:
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:
-    """Return whether an instance has another ``step`` than its class. What schedulers and compilers add is none."""
+    """Return whether ``step`` is replaced on the instance; wrappers of schedulers and compilers don't count."""
     return "step" in vars(optimizer) and _bare(optimizer.step) is not _bare(type(optimizer).step)
 
 
@@ -102,9 +102,9 @@ def missing_in(
 
 
 def fails_without_gradients(optimizer: Optimizer, empty: bool) -> bool:
-    """Return whether a fresh optimizer of this class fails on groups without gradients, or sets them otherwise.
+    """Return whether a fresh optimizer fails on groups without gradients, or sets them otherwise than with gradients.
 
-    They are ``empty``, or have a parameter each. False if no optimizer can be made.
+    The groups are ``empty``, or have a parameter each. False if no optimizer can be made.
     """
     with suppress(NoProbe), undisturbed():
         params: list[Tensor] = [torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu")) for _ in optimizer.param_groups]

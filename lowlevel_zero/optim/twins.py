@@ -64,7 +64,7 @@ def with_one_each(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
 
 
 def twin(optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor]) -> Optimizer:
-    """Return a fresh optimizer of the class over ``params``, as many for each kind, which get its attributes."""
+    """Return a fresh optimizer over ``params``, of which equal shares get each kind's options and attributes."""
     count = len(params) // len(kinds)
     groups = [params[first : first + count] for first in range(0, len(params), count)]
     for kind, members in zip(kinds, groups, strict=True):
@@ -74,7 +74,7 @@ def twin(optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor]) 
 
 
 def _arguments(cls: type[Optimizer], recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the names of a constructor's arguments: the first one, and all others that are ``recorded``.
+    """Return the names of a constructor's first and ``recorded`` arguments; raise ``NoProbe`` if it needs another.
 
     The first one are the groups, or another optimizer over them. An argument that isn't recorded takes its default.
     """
@@ -114,7 +114,7 @@ def own_options(group: Mapping[str, Any]) -> Options:
 
 
 def _copied(name: str, option: Any) -> Any:
-    """Return a copy of an option; raise ``NoProbe`` unless it is a number or a function, or holds these alone."""
+    """Return a copy of an option; raise ``NoProbe`` unless it holds only numbers, text, dtypes and functions."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -128,14 +128,14 @@ def _copied(name: str, option: Any) -> Any:
 
 
 def unlike_settings(*optimizers: Optimizer) -> str | None:
-    """Return the first key under which param groups have different numbers, or None."""
+    """Return the first key whose numbers or text differ between the optimizers' param groups, or None."""
     first, *others = [list(map(_told, each.param_groups)) for each in optimizers]
     pairs = [pair for other in others for pair in zip(first, other, strict=True)]
     return next((key for one, other in pairs for key in one | other if one.get(key) != other.get(key)), None)
 
 
 def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the numbers of each setting of a param group as text."""
+    """Return the ``repr`` of each number, text and tensor in a param group's settings, by setting."""
     settings = {key: tree_leaves(value) for key, value in group.items() if key not in _MEMBERS}
     return {key: [repr(each) for each in own if isinstance(each, (*_PLAIN, Tensor))] for key, own in settings.items()}
 
@@ -163,7 +163,7 @@ def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:
 
 
 def _examples(alike: Sequence[Kind]) -> list[Kind]:
-    """Return the first of these kinds, and those with the least and the largest of each number."""
+    """Return the first of the kinds ``alike``, and those with the least and the largest value of each number."""
     chosen = {0}
     for at, of in enumerate(alike[0]):
         for name in of:

@@ -159,7 +159,7 @@ def _gradients(bucket: BucketLayout, micro_batches: int, keeps_all: bool, offloa
 
 
 def as_dtype(keyword: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the floating-point dtype of a name, as in ``"bf16"`` or ``"bfloat16"``; a dtype is returned unchanged."""
+    """Return the dtype of a name such as ``"bf16"``, a floating dtype or None unchanged; raise for anything else."""
     if isinstance(dtype, str):
         named = DTYPES | {str(known).removeprefix("torch."): known for known in DTYPES.values()}
         if dtype not in named:

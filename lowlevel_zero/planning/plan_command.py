@@ -96,7 +96,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def _made(name: str) -> nn.Module:
-    """Import and call the function ``MODULE:NAME`` on the meta device, and return its model."""
+    """Import and call ``MODULE:NAME`` on the meta device, and return its model; ``ValueError`` if it gives none."""
     module, _, path = name.partition(":")
     try:
         make = importlib.import_module(module)

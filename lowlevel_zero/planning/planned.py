@@ -74,7 +74,7 @@ class PlannedRun:
             self.shapes = self._shapes(named, groups)
 
     def _shapes(self, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[Tensor]] | None) -> list[Shape]:
-        """Return each parameter's name, shape, dtype and param group; None is the group of a frozen one."""
+        """Return each parameter's name, shape, dtype and param group; the group is None if it isn't trained."""
         if groups is None:
             groups = [group["params"] for group in self.states.optimizer.param_groups]
         group_of = {p: at for at, members in enumerate(groups) for p in members}
@@ -134,7 +134,7 @@ def _named_parameters(model: nn.Module | Iterable[Tensor]) -> list[tuple[str, Te
 
 
 def _cut(numel: float, bucket_size: int, options: ZeroOptions) -> list[Shape]:
-    """Return parameters of ``bucket_size`` elements each that together have ``numel``."""
+    """Return parameters of ``bucket_size`` elements each, the last maybe smaller, that together have ``numel``."""
     _ELEMENTS("model_or_numel", numel)
     whole, rest = divmod(int(numel), bucket_size)
     sizes = [bucket_size] * whole + [rest] * (rest > 0)
@@ -190,7 +190,7 @@ def _reduction(bucket: BucketLayout, options: ZeroOptions) -> int:
 
 
 def _gather(part: Sequence[BucketLayout], options: ZeroOptions, on_host: bool) -> int:
-    """Return the bytes of the buffer that gathers the parameters of some buckets; ``on_host``: masters are there."""
+    """Return the bytes of the buffer that gathers some buckets' parameters; ``on_host``: this rank's row alone."""
     sizes = list(chain.from_iterable(bucket.planned.sizes for bucket in part))
     if len(sizes) == 1 and not (on_host or part[0].planned.fp8):
         return 0

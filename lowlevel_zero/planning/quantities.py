@@ -15,7 +15,7 @@ _MOST = 1e18  # more bytes, elements or operations a second than any machine has
 def _quantity(
     expected: str, units: Mapping[str, float], least: float = 0, most: float = _MOST, whole: bool = False
 ) -> Callable[[str], Any]:
-    """Return a parser for a number times a unit, which returns a float, or an int if it must be ``whole``."""
+    """Return a parser of a number with a unit to a float, or an int if ``whole``; it raises on other text."""
 
     def read(text: str) -> float:
         match = _NUMBER_AND_UNIT.fullmatch(text.lower())

@@ -47,7 +47,7 @@ def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int
 
 
 def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> Ranks:
-    """Return the ranks to lay a checkpoint out for: ``world_size`` ranks, by default as many as saved it."""
+    """Return ``world_size`` ranks, by default as many as at the save; ``ValueError`` for others with experts."""
     saved_by = settings["slices"]
     size = saved_by if world_size is None else world_size
     if size < 1:

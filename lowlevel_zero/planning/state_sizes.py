@@ -33,7 +33,7 @@ _SIDES = ((16, 16), (24, 16), (32, 16), (16, 24), (16, 32), (24, 24))
 
 
 def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
-    """Return an optimizer, made by its class, a function or its name if need be, and what makes another of parameters.
+    """Return a given optimizer and None; else one made over a small parameter, and the function that makes others.
 
     Raises:
         TypeError: it is none of these.

@@ -42,7 +42,7 @@ class Computing(NamedTuple):
         return self.forward + self.backward + self.step
 
     def of_slowest(self, ranks: int) -> Computing:
-        """Return the mean of the slowest rank: the largest of n exponentials has the mean times 1 + 1/2 + ... + 1/n."""
+        """Return the slowest rank's mean times: the largest of n exponentials is 1 + 1/2 + ... + 1/n of the mean."""
         slower = 1 + self.straggling * sum(1 / rank for rank in range(1, ranks + 1))
         return Computing(self.forward * slower, self.backward * slower, self.step * slower)
 

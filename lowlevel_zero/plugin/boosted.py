@@ -20,7 +20,7 @@ class BoostedOptimizer(LowLevelZeroOptimizer, OptimizerWrapper):  # type: ignore
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *_: Any, **__: Any
     ) -> Tensor:
-        """Clip the gradients to a global norm, after backward; return the norm before. All ranks call it.
+        """Clip the gradients to a global norm, after backward; return the norm before. Communicates: all ranks call it.
 
         Args:
             max_norm: the largest norm that is left.

@@ -72,7 +72,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, Optimizer | None, Callable[..., object] | None, object, object]:
-        """Convert and wrap the model, and shard the optimizer. Communicates: ``Booster.boost`` calls it on every rank.
+        """Wrap the model and shard the optimizer, unless they are boosted. Communicates: every rank calls ``boost``.
 
         A boosted model or optimizer passes through, so a boosted model may get its optimizer later, or several. A new
         optimizer retires the former ones that have trained its parameters.

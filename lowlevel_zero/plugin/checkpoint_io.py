@@ -111,7 +111,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Save a model to a file, or in pieces of ``size_per_shard`` MiB to a directory. All ranks call it."""
+        """Save a model to a file or, with ``shard``, in pieces to a directory; rank 0 writes. Communicates."""
         use_safetensors = use_safetensors or use_async
         names = get_model_base_filenames(prefix, use_safetensors)
         with together(ShardGroup(), "save its model"):
@@ -137,7 +137,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> BoostedModel:
-        """Load a model from a file, a directory or its index, and its master weights. All ranks call it."""
+        """Load a model from a file, a directory or its index, and set its master weights to match. Communicates."""
         with together(ShardGroup(), "load its model"):
             self._sync_io()
         with together(ShardGroup(), "load its model"):
@@ -156,7 +156,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def load_sharded_model(
         self, model: BoostedModel, checkpoint_index_file: Path, strict: bool = False, *more: Any, **options: Any
     ) -> None:
-        """Check and load a model from a directory; ``load_model`` calls it on every rank."""
+        """Load a model from a directory, once its names and shapes are found to match. Doesn't communicate."""
         files, _ = CheckpointIndexFile.from_file(checkpoint_index_file).get_checkpoint_filenames()
         shapes = {name: shape for file in files for name, shape in shapes_in(file).items()}
         check_same_model(model, shapes, str(checkpoint_index_file), strict)
@@ -165,7 +165,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     def save_lora_as_pretrained(
         self, model: BoostedModel, checkpoint: str, use_safetensors: bool = False, state_dict: Any = None
     ) -> None:
-        """Save the adapters, in peft's layout, to a directory; rank 0 writes. All ranks call it."""
+        """Save the adapters, in peft's layout, to a directory; rank 0 writes, all ranks call it. Communicates."""
         with together(ShardGroup(), "save its adapters"):
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
@@ -185,7 +185,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         size_per_shard: int = 1024,
         use_async: bool = False,
     ) -> None:
-        """Gather the optimizer's whole state, and save it to a file, or with ``shard`` in pieces.
+        """Gather the optimizer's state, and save it on rank 0 to a file or, with ``shard``, in pieces. Communicates.
 
         A directory has an index, a file of param groups, and pieces of the state.
         """
@@ -229,7 +229,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Load an optimizer from a file, a directory or its index. All ranks call it."""
+        """Load an optimizer from a file, a directory or its index, on every rank or on none. Communicates."""
         with together(ShardGroup(), "load its optimizer"):
             self._sync_io()
         with together(ShardGroup(), "load its optimizer"):
@@ -237,13 +237,13 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
 
     def load_unsharded_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str, *_: Any, **__: Any) -> None:
-        """Load an optimizer from one file, which every rank reads."""
+        """Load an optimizer from one file, which every rank reads. Communicates."""
         optimizer.load_state_dict(read_optimizer_file(checkpoint, dict))
 
     def load_sharded_optimizer(
         self, optimizer: BoostedOptimizer, index_file_path: Path, prefix: str | None = None, *_: Any, **__: Any
     ) -> None:
-        """Load an optimizer from a directory, piece by piece; every rank reads them."""
+        """Load an optimizer from a directory, whose pieces every rank reads one by one. Communicates."""
         index = CheckpointIndexFile.from_file(index_file_path)
         groups_file = index.get_param_group_filename()
         if groups_file is None:
@@ -259,7 +259,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
     # ---- schedulers ----
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Save a scheduler to a file, which rank 0 writes. All ranks call it."""
+        """Save a scheduler to a file, which rank 0 writes. All ranks call it. Communicates."""
         with together(ShardGroup(), "save its scheduler"):
             if self.coordinator.is_master():
                 check_file_target(checkpoint)
@@ -267,7 +267,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
                     super().save_lr_scheduler(lr_scheduler, path)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str) -> None:
-        """Load a scheduler from a file, which every rank reads."""
+        """Load a scheduler from a file, which every rank reads; if one fails, all raise. Communicates."""
         with together(ShardGroup(), "load its scheduler"):
             super().load_lr_scheduler(lr_scheduler, checkpoint)
 
@@ -348,7 +348,7 @@ def _optimizer_form(use_async: bool) -> _Form:
 
 
 def _to_write(model: BoostedModel, use_safetensors: bool, use_async: bool) -> dict[str, Any]:
-    """Return a model's state dict: for safetensors contiguous tensors that share no memory, for a thread copies."""
+    """Return a model's state dict: for safetensors, contiguous tensors that share no memory; for a thread, copies."""
     state_dict: dict[str, Any] = model.unwrap().state_dict()
     seen = set()
     for name, value in state_dict.items() if use_safetensors else ():

@@ -23,7 +23,7 @@ _OTHER_MODEL = "build the model that was saved, or name another checkpoint"
 
 
 def check_boosted(thing: object, kind: type, word: str) -> None:
-    """Raise unless ``thing`` is of the class ``kind``, which ``booster.boost`` returns."""
+    """Raise ``TypeError`` unless ``thing`` is of the class ``kind``, which ``booster.boost`` returns."""
     if not isinstance(thing, kind):
         raise TypeError(
             f"{word}: expected what booster.boost returned with this plugin, got {type(thing).__name__}: "
@@ -32,7 +32,7 @@ def check_boosted(thing: object, kind: type, word: str) -> None:
 
 
 def read_optimizer_file(path: str, kind: type[T]) -> T:
-    """Read an optimizer's file, and return its contents, a ``kind``; an asynchronous save's are unflattened."""
+    """Return an optimizer file's contents, an asynchronous save's unflattened; ``ValueError`` unless a ``kind``."""
     flat = path.endswith(".safetensors")
     contents = load_flat(path) if flat else torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(contents, kind):
@@ -52,7 +52,7 @@ def shapes_in(file: str) -> Shapes:
 
 
 def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: bool) -> None:
-    """Raise for the first tensor whose shape differs, or, if ``strict``, that only one side has."""
+    """Raise ``ValueError`` for the first tensor whose shape differs, or, if ``strict``, that only one side has."""
     values = model.unwrap().state_dict()
     expected = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
     for name, shape in expected.items():
@@ -86,7 +86,7 @@ def check_file_target(path: str, use_safetensors: bool = False) -> None:
 
 
 def check_folder_target(path: str, index_name: str) -> None:
-    """Raise unless a sharded checkpoint with that index can be written into the directory ``path``."""
+    """Raise if ``path`` is a file, or a directory that has an index of another name than ``index_name``."""
     target = Path(path)
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(

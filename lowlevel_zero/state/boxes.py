@@ -119,11 +119,11 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         return made
 
     def to_local(self) -> Tensor:
-        """Return the rank's elements, as a ``DTensor`` does."""
+        """Return ``local``, this rank's elements, 1-D, not copied."""
         return self.local
 
     def with_local(self, local: Tensor) -> BoxedTensor:
-        """Return the same boxes with other values."""
+        """Return a new ``BoxedTensor`` of the same boxes over ``local``."""
         return BoxedTensor(local, self.start, self.shape, self.strides, self.split_by)
 
     def parts(self) -> dict[Shape, Tensor]:
@@ -146,7 +146,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         return found
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the chunks for a loader, and replace ``local`` by new memory, since values may be refused."""
+        """Return this rank's boxes for a loader, and replace ``local`` by new memory, so that values may be refused."""
         self.local = torch.empty_like(self.local)
         return self._chunks()
 
@@ -167,7 +167,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run the few operations that copy a state dict; raise ``NotImplementedError`` for any other."""
+        """Run an operation that copies or allocates on ``local``; raise ``NotImplementedError`` for any other."""
         boxed = next(each for each in args if isinstance(each, BoxedTensor))
         if func is torch.ops.aten.new_empty.default:
             return boxed.with_local(torch.empty_like(boxed.local, **(kwargs or {})))
@@ -188,13 +188,13 @@ _COPYING = {
 
 
 def boxed(own: Tensor, split: Spans, rank: int, shape: Sequence[int], stride: Sequence[int]) -> BoxedTensor:
-    """Return part ``rank`` of a split tensor as a ``BoxedTensor``; padding at the end of ``own`` is cut off."""
+    """Return ``own``, part ``rank`` of a split tensor, as a ``BoxedTensor`` over its memory, without padding."""
     start, stop = split.span(rank)
     return BoxedTensor(own.detach()[: stop - start].contiguous(), start, shape, stride, split)
 
 
 def one_box(tensor: Tensor) -> BoxedTensor:
-    """Return a whole tensor as a ``BoxedTensor`` that one rank has; over the same memory, unless that has gaps.
+    """Return a whole tensor as a ``BoxedTensor`` of one box, over the same memory unless its strides leave gaps.
 
     torch conjugates and negates some tensors when they are read: the box has the values.
     """
@@ -205,7 +205,7 @@ def one_box(tensor: Tensor) -> BoxedTensor:
 
 
 def _with_storage_of_its_own(part: Tensor) -> Tensor:
-    """Return ``part`` over the same memory, with a storage of its own: torch copies parts of others to write them."""
+    """Return ``part`` over the same memory in a storage of just its size, which torch needn't copy to write it."""
     size = part.element_size()
     start = part.storage_offset() * size
     storage = part.untyped_storage()[start : start + part.numel() * size]

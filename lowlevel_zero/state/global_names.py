@@ -21,16 +21,14 @@ class Expert(NamedTuple):
 def global_names(
     groups: Sequence[ShardGroup], number_of: Mapping[str, int]
 ) -> tuple[dict[str, str], dict[str, Expert]]:
-    """Return names that are unique over all ranks by this rank's own, and all ranks' experts by global name.
+    """Return dicts from own names to globally unique ones, and from these to experts. Communicates for several groups.
 
     What all ranks share has its own name, and so has an expert whose name is nobody else's, as where each rank's
     experts have the numbers of the whole model: who loads it finds it at any layout. Of experts that have a name in
     common the ones in the group of the lowest ranks are ``<name>@0``, the next ones ``<name>@1``, and so on.
 
-    Communicates where there are several shard groups: all ranks call it.
-
     Args:
-        groups: the shard groups.
+        groups: the shard groups; all ranks make the call.
         number_of: the shard groups' numbers by the names of this rank's tensors, and aliases of them.
 
     Raises:
@@ -59,7 +57,7 @@ def global_names(
 
 
 def with_experts(shared: Sequence[str], others: Iterable[Iterable[str]]) -> list[str]:
-    """Insert into the ``shared`` names each list of ``others``, before the shared name that follows there."""
+    """Return ``shared`` with all further names of ``others``, each before the shared name that follows it there."""
     before: dict[str | None, list[str]] = {name: [] for name in (*shared, None)}
     for names in others:
         experts: list[str] = []

@@ -60,7 +60,7 @@ def all_or_nothing(group: ShardGroup, doing: str) -> Iterator[ExitStack]:
 def states_of_no_parameter(optim: Optimizer) -> State:
     """Return states under keys other than parameters, and under ``ADDED`` a class's entries of its state dict.
 
-    Under ``ADDED`` is what its class adds to its own state dict; ``ValueError`` if that has tensors, maybe slices.
+    ``ValueError`` if those entries have tensors of several elements, which may be slices.
     """
     others = {str(key): value for key, value in optim.state.items() if not isinstance(key, Tensor)}
     if type(optim).state_dict is Optimizer.state_dict:
@@ -88,7 +88,7 @@ def load_slices(
     others: Mapping[str, Any],
     undo: ExitStack,
 ) -> None:
-    """Load states of slices, except masters, by the ``load_state_dict`` of ``optim``, which casts them.
+    """Load states of slices, except masters, and param groups by ``optim.load_state_dict``, which casts the states.
 
     ``others`` are states of no parameter. ``undo`` gets a callback that restores the former states and attributes,
     since hooks of the caller may raise.
@@ -110,7 +110,7 @@ def load_slices(
 
 
 def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter, State], fp8: bool) -> None:
-    """Give parameters the masters among ``states`` that round to the parameters' values. Communicates.
+    """Restore saved masters, by element, where they round to the parameter. Communicates if some parameters are fp32.
 
     A parameter that is fp32 itself becomes its master where it was loaded from what 16 bits had kept of it. Every rank
     calls it, with the masters of the same parameters.

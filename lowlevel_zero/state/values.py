@@ -37,7 +37,7 @@ class Slice(NamedTuple):
 
     @classmethod
     def of_row(cls, record: ShardedParameter, row: Tensor) -> Slice:
-        """Return a slice that has the elements of ``row``, ``[s]``; on a rank that owns none, a meta tensor."""
+        """Return a slice over the memory of ``row``, ``[s]``; on a rank that owns nothing, one on the meta device."""
         if record.owns_some:
             return cls(record, record.shaped(row))
         return cls(record, torch.empty(record.p.shape, dtype=row.dtype, device="meta"))
@@ -59,7 +59,7 @@ class Slice(NamedTuple):
 
     @property
     def like(self) -> Tensor:
-        """Return a tensor without values of the whole tensor's shape and strides."""
+        """Return a dense meta tensor like ``own``, which on an owner has the whole tensor's shape and strides."""
         return torch.empty_like(self.own.detach(), device="meta")
 
     def whole(self, rows: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def is_slice(key: str, value: Any, record: ShardedParameter, of_elements: Sequen
 
 
 def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
-    """Cut the padding off ``[world_size, s]``, and return a tensor of ``p``'s shape and strides."""
+    """Return ``rows``, ``[world_size, s]``, as a view of ``p``'s shape and strides, without padding."""
     return record.restore(rows.reshape(-1)[: record.split.numel])
 
 
@@ -91,7 +91,7 @@ def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
 
 
 def told_by_owner(own: Mapping[ShardedParameter, State], rank: int) -> dict[int, State] | None:
-    """Return the states that ``rank`` owns, by parameters' indices, as others hear of them; None: no rank owns one."""
+    """Return the states of ``rank``'s whole parameters, by index, with meta tensors; None if no rank has whole ones."""
     if all(record.split.owner is None for record in own):
         return None
     return {record.index: told_state(own[record]) for record in own if record.split.owner == rank}
@@ -100,7 +100,7 @@ def told_by_owner(own: Mapping[ShardedParameter, State], rank: int) -> dict[int,
 def told_states(
     own: Mapping[ShardedParameter, State], told: dict[int, State] | None, group: ShardGroup
 ) -> dict[ShardedParameter, State]:
-    """Return each record's state, that of another rank's as ``told_by_owner`` there. Communicates if ``told``."""
+    """Return each record's state, or what its owner, another rank, ``told``. Communicates unless ``told`` is None."""
     states = dict(own)
     for of_rank in [] if told is None else group.all_gather_object(told):
         states.update(
@@ -110,7 +110,7 @@ def told_states(
 
 
 def told_state(state: State) -> State:
-    """Return a state as other ranks hear of it: its tensors are on the meta device, but for numbers."""
+    """Return a state to tell other ranks: tensors without values on the meta device, 0-d ones on the host."""
 
     def told(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -122,10 +122,9 @@ def told_state(state: State) -> State:
 
 
 def whole_slices(slices: Iterable[Slice], group: ShardGroup) -> Iterator[Tensor]:
-    """Gather each slice, and yield the whole tensor, of ``p``'s shape and on its device.
+    """Gather each slice, and yield the whole tensor, on ``p``'s device. Communicates: all ranks iterate to the end.
 
-    They travel in few messages of at most ``MESSAGE_BYTES`` (or one larger tensor), each when its first tensor is asked
-    for. Communicates: all ranks iterate to the end.
+    They travel in few messages of at most ``MESSAGE_BYTES`` (or one larger tensor), each when its first tensor is due.
     """
     for batch in _batches(slices, group.size):
         yield from _gathered(batch, group)
@@ -165,7 +164,7 @@ def whole_masters(records: Iterable[ShardedParameter], group: ShardGroup) -> Ite
 
 
 def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) -> Iterator[Tensor | None]:
-    """Yield each whole gradient, averaged, unscaled, in fp32 at least; None if no rank has one.
+    """Yield each whole gradient, reduced and unscaled as for a step, in fp32 at least, or None if no rank has one.
 
     Communicates unless every rank has all rows anyway (stage 1, before the step): all ranks iterate to the end.
     """
@@ -185,9 +184,9 @@ def whole_gradients(records: Sequence[ShardedParameter], group: ShardedGroup) ->
 def whole_states(
     records: Sequence[ShardedParameter], optim: Optimizer, key: str, group: ShardGroup
 ) -> Iterator[Tensor | None]:
-    """Gather the state ``key`` of each parameter, and yield it whole, in fp32 at least; None for none.
+    """Gather each parameter's state ``key``, and yield it whole, in fp32 at least, or None. Communicates.
 
-    Communicates: all ranks iterate to the end.
+    All ranks iterate to the end.
     """
     own = {record: optim.state.get(record.p32, {}) for record in records}
     told = told_states(own, told_by_owner(own, group.rank), group)
@@ -203,7 +202,7 @@ def whole_states(
 
 
 def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
-    """Return a copy of a state on ``p``'s device, a number as a 0-d tensor; None: there is none."""
+    """Return a copy of a state on ``p``'s device, in fp32 at least, a number as a 0-d tensor; None if none."""
     if value is None:
         return None
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
@@ -211,12 +210,12 @@ def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, as fp32 if it is bf16 or fp16."""
+    """Return ``tensor`` itself, or a copy in fp32 if it is bf16 or fp16."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
-    """The state of a whole parameter cut to this rank's slice; what isn't of its size stays as it is.
+    """Return a whole parameter's state cut to this rank's slice; values of other shapes are unchanged.
 
     Tensors in lists and dicts are cut as those beside them.
     """
@@ -224,7 +223,7 @@ def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
 
 
 def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
-    """Return this rank's slice of a state of the parameter's shape; return other values unchanged."""
+    """Return ``value``, cut to a copy of this rank's slice if it has ``p``'s shape, and on the host if ``p32`` is."""
     if isinstance(value, Tensor) and record.p32.device.type == "cpu":
         value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
     if not isinstance(value, Tensor) or value.shape != record.p.shape or (key == STEP and value.dim() == 0):

@@ -94,9 +94,7 @@ class WholeState(NamedTuple):
     def shards(
         self, max_shard_size: float, pinned: Pinned | None = None, only_on_master: bool = False
     ) -> Iterator[tuple[dict[int, State], float]]:
-        """Gather the state a tensor at a time, and yield it in pieces with their sizes in MiB.
-
-        Communicates: all ranks iterate to the end.
+        """Gather the state tensor by tensor, and yield it in pieces with their MiB. Communicates: all ranks exhaust it.
 
         Args:
             max_shard_size: MiB in a piece; a parameter whose state is larger has a piece of its own.
@@ -232,7 +230,7 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
 
 
 def with_master(state: State, record: ShardedParameter) -> State:
-    """Return ``state``, with the parameter's fp32 master added if that is more precise than the parameter."""
+    """Return ``state`` as a new dict, plus any master more precise than ``p`` if there is state or was a step."""
     kept = (state or record.stepped) and record.keeps_more
     return {**state, MASTER: record.p32.detach()} if kept else dict(state)
 
@@ -302,7 +300,7 @@ def _parameters_by_place(parameters: ParameterStore, param_groups: Sequence[Mapp
 
 
 def _check_shapes(state: Mapping[str, Any], record: ShardedParameter) -> None:
-    """Raise ``ValueError`` if a state has another shape than its parameter; beside one of that, numbers may be 1-D."""
+    """Raise ``ValueError`` if a master, or a state of an evenly split ``p``, isn't of ``p``'s shape; numbers pass."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
     fits = any(value.shape == record.p.shape for value in tensors.values())
     for key, value in tensors.items():

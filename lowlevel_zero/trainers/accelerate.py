@@ -51,7 +51,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     @overload
     def prepare(self, *args: Unpack[Ts], device_placement: list[bool] | None = None) -> tuple[Unpack[Ts]]: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> object:  # type: ignore[misc]
-        """Prepare objects as accelerate does, models before optimizers. Every rank calls it."""
+        """Return objects as accelerate prepares them, models first; raise if one isn't plain. Communicates."""
         for each in args:
             check_plain(each)
         placed = zip(args, device_placement or len(args) * [None], strict=True)
@@ -59,20 +59,20 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return super().prepare(*ready, device_placement=device_placement)
 
     def prepare_model(self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False) -> M:
-        """Move, autocast and compile ``model``, without wrapping it."""
+        """Return ``model``, moved, autocast and compiled, but not wrapped; raise if it is in DDP or FSDP."""
         check_plain(model)
         prepared: M = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Shard a plain optimizer of prepared models, else raise, and wrap it as accelerate does. Communicates."""
+        """Shard a plain optimizer of prepared models, unless it is wrapped already; return it wrapped. Communicates."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             check_plain(optimizer)
             optimizer = self._shard(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def _shard(self, optimizer: Optimizer) -> LowLevelZeroOptimizer:
-        """Return a ZeRO optimizer over the prepared models that hold the parameters. Communicates."""
+        """Return ``optimizer`` sharded; raise ``ValueError`` if no prepared model has its parameters. Communicates."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         models = [model for model in dict.fromkeys(self._models) if not own.isdisjoint(model.parameters())]
         if not models:
@@ -93,7 +93,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     # ---- backward ----
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run a backward as accelerate does, and reduce the gradients of all prepared optimizers."""
+        """Run accelerate's backward, and reduce all gradients; raise if only models were prepared. Communicates."""
         if self._models and not self._optimizers:
             raise RuntimeError(
                 "backward: expected prepare(model, optimizer), got a model alone, whose gradients would not be "
@@ -140,7 +140,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     # ---- checkpoints: accelerate's, and a folder for each optimizer, in which every rank writes its slices ----
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """Save as accelerate does, and each optimizer's slices to a folder. Every rank calls it."""
+        """Save as accelerate does, and each optimizer's slices to a folder; return the path. Every rank calls it."""
         with self._without_optimizers():
             saved: str = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
@@ -148,7 +148,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         return saved
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Load as accelerate does, and each optimizer from its folder or from a DDP run's ``optimizer.bin``."""
+        """Load as accelerate does, and each optimizer from its folder, or else from ``optimizer.bin``. Communicates."""
         found: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
         with hook, self._without_optimizers():

@@ -35,7 +35,7 @@ def check_plain(handed: object) -> None:
 
 
 def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
-    """Raise ``ValueError`` if one of several optimizers would scale the loss of all."""
+    """Raise ``ValueError`` if there are several optimizers, and one of them scales the loss."""
     if len(optimizers) > 1 and any(each.scaler is not None for each in optimizers):
         raise ValueError(
             "expected one optimizer where parameters are fp16, since it scales the loss, got several: use bf16, or one "
@@ -44,7 +44,7 @@ def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise if accelerate itself would shard, scale or compress, or has another number of processes."""
+    """Raise if accelerate itself would shard, scale or compress, or sees fewer or more processes than were launched."""
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision: expected 'no' or 'bf16', got {accelerator.mixed_precision!r}, whose GradScaler would "

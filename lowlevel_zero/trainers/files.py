@@ -41,9 +41,9 @@ def remove_sharded(folder: Path) -> None:
 
 
 def place_for(path: Path) -> Path:
-    """Return ``path``, or an empty directory of the same parent if a former checkpoint is in ``path``.
+    """Finish an interrupted replacement, and return ``path``, or ``<path>.new`` if ``path`` holds a checkpoint.
 
-    The checkpoint that an interrupted replacement has left beside is put in its place first: it may be the only one.
+    What the interrupted one has left may be the only checkpoint.
 
     Raises:
         FileExistsError: something else is in the former one's directory.

@@ -75,12 +75,12 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         check_loss_scales(self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Broadcast rank 0's buffers, and run the module's training step."""
+        """Broadcast rank 0's buffers if ``broadcast_buffers``, and run the module's training step. Communicates."""
         self._share_buffers()
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the module's validation step; in ``fit``, broadcast rank 0's buffers before.
+        """Run the module's validation step; in ``fit``, broadcast rank 0's buffers before, if ``broadcast_buffers``.
 
         ``trainer.validate`` doesn't communicate, as there is no DDP in it: ranks may have unequal numbers of batches.
         """
@@ -94,7 +94,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             _sync_params_and_buffers(dist.group.WORLD, buffers, 2**28, 0)  # type: ignore[arg-type]
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module's backward, and reduce the gradients of all optimizers."""
+        """Run the module's backward, and reduce the gradients of all optimizers; return the loss. Communicates."""
         plugin, module = self.precision_plugin, self.lightning_module
         loss = scaled = plugin.pre_backward(closure_loss, module)
         with ExitStack() as passes:
@@ -105,7 +105,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep gradients in ``p.grad`` without reduction, for all micro-batches but the last."""
+        """Return a context in which backwards add gradients to ``p.grad`` without reduction."""
         with ExitStack() as blocked:
             for each in self.optimizers:
                 blocked.enter_context(each.no_sync())
@@ -123,11 +123,11 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         self.optimizers = optimizers
 
     def optimizer_state(self, optimizer: Any) -> StateDict:
-        """Return the whole optimizer state on rank 0. Communicates: every rank calls it."""
+        """Gather and return the optimizer's state, whole on rank 0; an empty dict at once if ``sharded_checkpoint``."""
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint: with ``sharded_checkpoint`` a folder, to which all ranks write, else a file of rank 0.
+        """Save a folder of all ranks if ``sharded_checkpoint``, or rank 0's file, also of weights alone. Communicates.
 
         A folder is written beside a former one of its name, as of the last epoch, and replaces it when it is whole.
         """
@@ -143,7 +143,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         on_first_rank(ranks, lambda: put_in_place(written, path))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, object]:
-        """Read a file, or a folder without the optimizers' states, and return its contents."""
+        """Return a file's contents, or a folder's but for optimizer states, loading weights in place. Communicates."""
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[no-any-return]
         checkpoint = {**read_rank_state(checkpoint_path, 0), "optimizer_states": [], _FOLDER: checkpoint_path}
@@ -153,7 +153,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states: slices from a folder, or whole state dicts from a file."""
+        """Load the optimizers' states: slices from a folder, or whole state dicts from a file. Communicates."""
         if _FOLDER in checkpoint:
             load_checkpoint(checkpoint[_FOLDER], self.lightning_module, self.optimizers)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as in DDPStrategy

@@ -51,7 +51,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         check_plain(self.optimizer)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the trainer's accelerator as a ``ZeroAccelerator`` with the same settings."""
+        """Set ``self.accelerator`` to a ``ZeroAccelerator``; raise ``RuntimeError`` for several GPUs in one process."""
         super().create_accelerator_and_postprocess()
         if self.args.n_gpu > 1:
             raise RuntimeError(
@@ -74,7 +74,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
             self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write this rank's slices, or gather the whole state and write it by one rank. Communicates."""
+        """Write the scheduler, and each rank's slices or, by one rank, the gathered state. Communicates."""
         optimizer = self.optimizer.optimizer
         if self.sharded_checkpoint:
             save_sharded(optimizer, Path(output_dir, _FOLDER))
@@ -87,7 +87,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load this rank's slices of the optimizer's state, and the scheduler."""
+        """Load this rank's slices and the scheduler; do nothing if ``checkpoint`` lacks the scheduler. Communicates."""
         if checkpoint is None or not Path(checkpoint, SCHEDULER_NAME).is_file():  # the model alone was saved
             return
         load_optimizer(self.optimizer.optimizer, Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME))

@@ -164,7 +164,7 @@ class Backend(ABC):
         """Start filling ``whole``, 1-D and of one dtype, with the ``own`` of the rank ``owner``; others give none."""
 
     def held(self) -> list[Tensor]:
-        """Return the memory that is kept from buffer to buffer."""
+        """Return the memory that is used or kept for buffers: none, unless a backend overrides this."""
         return []
 
     def trim(self, for_good: bool = False) -> None:  # noqa: B027

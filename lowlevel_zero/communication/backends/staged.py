@@ -52,7 +52,7 @@ class Staged(BufferBackend):
         return self._host.gather([staged[self.rank]], [staged], buffer.shape[1]).then(lambda _: buffer.copy_(staged))
 
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start filling ``buffer`` from a copy on the host."""
+        """Start a broadcast from ``owner`` through the host; ``buffer`` gets the result. Communicates."""
         staged = buffer.to(_HOST)
         return self._host.broadcast_from(owner, [staged], [staged]).then(lambda _: buffer.copy_(staged))
 
