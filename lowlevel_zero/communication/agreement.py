@@ -72,7 +72,7 @@ class Digested(NamedTuple):
 
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> Digested:
-        """Return ``settings``, sorted by name, with their digest."""
+        """Return ``settings``, which must be in the order of their names, with their SHA-256 digest."""
         return cls(settings, hashlib.sha256("\n".join(map(": ".join, settings.items())).encode()).digest())
 
 
@@ -228,13 +228,13 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
 
 
 def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str) -> None:
-    """Raise on all ranks of the first of ``groups`` if in another one its ``lines`` differ. Communicates."""
+    """Raise on all ranks of ``groups[0]`` if in another group its ``lines`` differ between ranks. Communicates."""
     with together(groups[0], doing):
         run_each(partial(agree, group, list(own), None, doing) for group, own in zip(groups[1:], lines, strict=True))
 
 
 def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], alike: Alike) -> str:
-    """Return an error message about the first line that isn't the same on all ``ranks``, with each rank's line."""
+    """Return an error message about the first line that isn't the same on all ``ranks``, with the lines of up to 9."""
     for expected, *others in zip_longest(*by_rank, fillvalue="nothing more"):
         differ = [place for place, got in enumerate(others, 1) if got != expected]
         if differ:
@@ -246,7 +246,7 @@ def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], ali
 
 
 def _difference(statements: Sequence[_Statement], ranks: Sequence[int], alike: Alike) -> Exception:
-    """Return the error that all ranks raise: another rank's, or one for the first difference between the ranks."""
+    """Return the error to raise here: for the first rank that states a reason, or else for the first difference."""
     for rank, each in zip(ranks, statements, strict=True):
         if each.reason is not None:
             return RuntimeError(f"rank {rank} could not {each.name}: {each.reason}")
@@ -260,7 +260,7 @@ def _difference(statements: Sequence[_Statement], ranks: Sequence[int], alike: A
 
 
 def _different_progress(done: Sequence[SyncProgress], ranks: Sequence[int]) -> Exception:
-    """Return the error for what users have changed differently on the ranks before one and the same call."""
+    """Return the error for settings, cleared or edited gradients, or writes of parameters that differ between ranks."""
     settings = [each.settings.settings for each in done]
     if any(each != settings[0] for each in settings):
         names = sorted(set().union(*settings))

@@ -52,7 +52,7 @@ class Broadcast:
 
 
 def _spread(level: ShardGroup, carried: Sequence[Tensor]) -> None:
-    """Broadcast byte tensors over the process groups of ``level`` that carry their devices. Communicates."""
+    """Overwrite byte tensors with rank 0's, over the groups of ``level`` that carry their devices. Communicates."""
     for device in dict.fromkeys(data.device for data in carried if level.has_others):
         share = [data for data in carried if data.device == device]
         dist._broadcast_coalesced(level.group_of(device), share, _MESSAGE_BYTES, 0)  # type: ignore[attr-defined]

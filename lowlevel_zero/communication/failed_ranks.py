@@ -36,9 +36,9 @@ class LostRank(RuntimeError):
 
 
 def run_each(collectives: Iterable[Callable[[], object]]) -> None:
-    """Run every collective, whichever of them fails, and raise the first error. Communicates.
+    """Run every collective, even after one fails, then raise the first error; ``LostRank`` at once. Communicates.
 
-    The ranks of the next one wait for this rank whatever has happened in the one before. A lost rank ends it at once.
+    The ranks of the next one wait for this rank whatever has happened in the one before.
     """
     failed: Exception | None = None
     try:
@@ -62,7 +62,7 @@ def ended_ranks(ranks: Sequence[int]) -> list[int]:
 
 
 def lost_rank_error(error: BaseException, group: dist.ProcessGroup, what: object) -> LostRank | None:
-    """Return an error that names the ranks lost in ``what``, or None; this takes up to a second."""
+    """Return an error that names lost ranks, or None if ``error`` is of no broken connection; takes up to a second."""
     if not dist.is_initialized() or isinstance(error, LostRank) or not _BROKEN.search(str(error)):
         return None
     members, deadline, pause = dist.get_process_group_ranks(group), runtime().now() + _PATIENCE, _PAUSE

@@ -51,10 +51,10 @@ def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
 
 
 def sum_rows(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
-    """Return the sum of 1-D rows, in their order, 16-bit ones summed in fp32; in a new tensor, or ``into``.
+    """Return the sum of 1-D rows, added in order and in fp32 at least, in ``into`` or a new tensor; one row as it is.
 
-    One row is its own sum. Two 16-bit numbers are added right as they are: their sum is rounded once either way. More
-    rows are added a block at a time, so that the sum stays in the cache.
+    Two 16-bit numbers are added right as they are: their sum is rounded once either way. More rows are added a block at
+    a time, so that the sum stays in the cache.
     """
     if len(rows) == 1:
         return rows[0]

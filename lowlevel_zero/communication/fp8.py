@@ -84,14 +84,14 @@ class Fp8(Backend):
         self.in_flight = way.in_flight
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start summing every rank's version of this rank's row, its own rounded like theirs."""
+        """Start exchanging rows in fp8; the result is their sum in fp32, cast to ``buffer``'s dtype. Communicates."""
         row, dtype = buffer.shape[1], buffer.dtype
         encoded = self._way.new_buffer(encoded_size(row), torch.uint8, buffer.device)
         encode(buffer, encoded)
         return self._way.exchange_rows(encoded).then(lambda theirs: sum_rows_in_fp32(decode(theirs, row), dtype))
 
     def sum(self, value: Tensor) -> Work[Tensor]:
-        """Start summing a few numbers by the other backend, without fp8."""
+        """Start summing a few numbers by the other backend, without fp8. Communicates."""
         return self._way.sum(value)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
@@ -106,11 +106,11 @@ class Fp8(Backend):
         return gathered.then(lambda _: unpack(decode(encoded, row).to(rows[0].dtype), rows))
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start reducing to ``owner`` by the other backend, without fp8."""
+        """Start reducing to ``owner`` by the other backend, without fp8. Communicates."""
         return self._way.reduce(buffer, owner)
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Start filling ``whole``, without fp8."""
+        """Start filling ``whole`` with ``owner``'s ``own`` by the other backend, without fp8. Communicates."""
         return self._way.broadcast_from(owner, own, whole)
 
 

@@ -95,7 +95,7 @@ class HybridGroup(ShardGroup):
         return self._outer, self._inner
 
     def _make_groups(self, sums_in_fp32: bool) -> None:
-        """Choose the backends within a row and across rows: no buffers travel in the group of all. Communicates."""
+        """Set up agreements of all ranks, and backends for buffers in this rank's row and column. Communicates."""
         self._agreements()
         for level in self.levels:
             level.connect(sums_in_fp32, self._owns_data)
@@ -109,7 +109,7 @@ class HybridGroup(ShardGroup):
         return Staged(hybrid) if staged else hybrid
 
     def describe_backend(self, device: torch.device) -> str | None:
-        """Return as text how buffers of ``device`` travel within rows and across them."""
+        """Return as text how buffers of ``device`` travel within rows and across; None: by native collectives."""
         across, within = self._outer.describe_backend(device), self._inner.describe_backend(device)
         return None if within is None else f"{within} within rows, {across} across them"
 
@@ -153,7 +153,7 @@ def _ranks_of_grid(
 
 
 def _check_membership(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
-    """Raise ``ValueError`` unless this process belongs to both groups; tell it the ranks of one. May communicate."""
+    """Raise ``ValueError`` unless this process is in both groups; if in one, its other ranks raise. May communicate."""
     for group, other, kind in ((outer, inner, "outer"), (inner, outer, "inner")):
         if dist.get_rank(group) < 0:
             error = ValueError(
@@ -174,7 +174,7 @@ def _meet(*levels: ShardGroup) -> None:
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:
-    """Return the outer and the inner group from the caller's arguments; raise for other arguments."""
+    """Return ``(outer, inner)`` from the arguments; raise ``ValueError`` or ``TypeError`` if they aren't two groups."""
     is_pair = isinstance(group, (tuple, list))
     if is_pair and extra is not None:
         raise ValueError(
@@ -203,7 +203,7 @@ def _check_type(group: object) -> None:
 
 
 def _check_pair(outer: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
-    """Raise ``ValueError`` for two groups that can't be a column and a row, as far as this rank knows."""
+    """Raise ``ValueError`` if two groups have more than this process in common, or differ in their backends."""
     both = set(dist.get_process_group_ranks(outer)) & set(dist.get_process_group_ranks(inner))
     if len(both) > 1:
         raise ValueError(

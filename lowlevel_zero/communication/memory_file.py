@@ -60,7 +60,7 @@ class OwnMemory:
 
 
 def map_of(address: MemoryAddress) -> mmap.mmap:
-    """Map another process's memory, and return the map.
+    """Return a map of another process's memory, to read and write; raise an error if it can't be reached.
 
     Raises:
         OSError, ValueError: this process can't reach it.

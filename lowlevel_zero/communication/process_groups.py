@@ -80,7 +80,7 @@ class GroupContext:
         return group
 
     def end(self) -> None:
-        """Finish collectives under way, and end the threads, memory and groups made for this group.
+        """Finish collectives under way, and end all threads, memory and groups made for this group, unless in a fork.
 
         In a fork of the process that made it nothing is ended: threads stayed there, and memory and pipes are the
         parent's.
@@ -101,7 +101,7 @@ class GroupContext:
                     dist.destroy_process_group(each)
 
     def end_threads(self, deadline: float, threads: Threads) -> None:
-        """Wait for the tasks of ``threads`` until the ``deadline``, and then break them off; in a fork are none."""
+        """Wait for the tasks of ``threads`` until the ``deadline``, then break them off; do nothing in a fork."""
         if os.getpid() == self._process and not threads.end(deadline - runtime().now()):
             self._break_off()
             threads.end(_AFTER_BREAK)
@@ -198,13 +198,13 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def await_all(store: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Wait until each of ``ranks`` has called this function, through the store; once it has raised, it may be repeated.
+    """Wait, through the store, until all ``ranks`` have called this; raise ``TimeoutError`` if one hasn't in time.
 
     torch would keep the store's only connection busy while it waits for the others: a thread couldn't report which
     ranks are missing. Each try has a number, and one end for all ranks: all have come, or one of them has given it up.
 
     Raises:
-        TimeoutError: a rank hasn't called it within ``timeout`` seconds.
+        TimeoutError: a rank hasn't called it within ``timeout`` seconds; it may be called again.
     """
     began, me = runtime().now(), str(dist.get_rank())
     for number in count():
@@ -241,7 +241,7 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group over the same ranks for devices' buffers. Communicates when it is first made.
+    """Return a group beside ``group`` for devices' buffers, or itself if all are on gloo. Communicates when first made.
 
     NCCL's communicators have one order of collectives each. A reduction starts when this rank is ready, and the caller
     may be at collectives of its own then, as of SyncBatchNorm in backward: on one communicator the two could pair up.
@@ -260,7 +260,7 @@ def data_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a gloo group over the same ranks for hosts' buffers. Communicates when it is first made.
+    """Return a gloo group for hosts' buffers: its own if all are on gloo, else the side group. May communicate.
 
     A connection carries what it is given in one order: what hosts agree on would wait until all buffers before it have
     left. Where devices' buffers have a group of their own, the few of the host have no further one.
@@ -271,7 +271,7 @@ def buffer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def union_group(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of these global ranks, with the backends of ``like``. Communicates when it is first made.
+    """Return a group of global ``ranks`` with ``like``'s backends, maybe the default. Communicates when first made.
 
     The default group stands for it where it has all of them, and such backends.
     """

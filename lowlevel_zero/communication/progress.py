@@ -173,12 +173,12 @@ class Progress:
                 self._queued.append(collective)
 
     def _raise_if_over(self) -> None:
-        """Raise ``LostRank`` if a rank has been lost before: others may wait for this one's end."""
+        """Raise ``LostRank`` if a rank was lost, or waited for in vain, before: others may wait for this one's end."""
         if self._context.lost:
             raise LostRank(self._context.lost)
 
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
-        """Raise ``LostRank`` if ``error`` comes from another rank's end."""
+        """Raise ``LostRank`` if ``error`` comes from another rank's end, and keep its message for later calls."""
         what = f"{called(sys._getframe())}, in the {collective}" + (f". {self.missing}" if self.missing else "")
         lost = lost_rank_error(error, self._context.group, what)
         if lost is not None:

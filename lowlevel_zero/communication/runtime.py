@@ -72,9 +72,9 @@ class Worker:
         self._thread: Thread | None = None
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Add a task, and return a future of its result; starts the thread at the first task.
+        """Queue a task for the thread, and return a future of its result; run it now if no thread can be started.
 
-        Where the system has no more threads, the caller carries the task out: other ranks wait for it.
+        The first task starts the thread. A task isn't left out where there is none: other ranks wait for it.
         """
         done: Future[T] = Future()
         if self._thread is None:

@@ -113,13 +113,13 @@ class ShardGroup:
 
     @property
     def host_backend(self) -> HostBackend:
-        """Return the backend for tensors on the CPU and for small messages."""
+        """Return the backend for tensors on the CPU and for small messages. May communicate when it is first made."""
         if self._host_backend is None:
             self._host_backend = self._messages(self.number)
         return self._host_backend
 
     def _messages(self, number: int, buffers: bool = False) -> Pairwise:
-        """Return a backend of messages of optimizer ``number``, with a group for ``buffers`` if set. Communicates."""
+        """Return a new backend of messages, with a group for ``buffers`` if set. Communicates where it makes groups."""
         own = buffer_group(self.group) if buffers else None
         return Pairwise(side_group(self.group), self.context.threads, number, own)
 
@@ -186,7 +186,7 @@ class ShardGroup:
         return data_group(self.group) if self._owns_data and not self.on_gloo(device) else self.group
 
     def on_gloo(self, device: torch.device) -> bool:
-        """Return whether gloo carries tensors of ``device``."""
+        """Return whether gloo carries tensors of ``device`` to other ranks; False where there are none."""
         return self.has_others and self._backends.get(device.type) == "gloo"
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
@@ -224,7 +224,7 @@ class ShardGroup:
         return self.backend(device, fp8).new_buffer(row, dtype, device, rows)
 
     def reduce_scatter(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
-        """Start summing ``buffer`` over the ranks; the result is this rank's row of the sum, ``[row]``.
+        """Start summing ``buffer`` over the ranks; the result is this rank's row of the sum, ``[row]``. Communicates.
 
         ``buffer`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
@@ -234,21 +234,21 @@ class ShardGroup:
         return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
-        """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``."""
+        """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``. Communicates."""
         row = -(-buffer.numel() // self.size)
         self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
         backend = self.backend(buffer.device, fp8)
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def reduce(self, buffer: Tensor, owner: int, about: About | None = None) -> Work[Tensor]:
-        """Start reducing ``buffer`` to the rank ``owner``, which gets the sum, 1-D; others get an empty tensor."""
+        """Start reducing ``buffer`` to ``owner``, which gets the sum, 1-D; others get an empty tensor. Communicates."""
         self._rows["reduce"] += -(-buffer.nbytes // self.size)
         return self.progress.start(REDUCTION, about, (buffer,), self.backend(buffer.device).reduce, buffer, owner)
 
     def broadcast_from(
         self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor], about: About | None = None
     ) -> Work[None]:
-        """Start copying ``own`` of the rank ``owner`` into ``whole`` on all ranks, cast to its dtype.
+        """Start copying ``owner``'s ``own`` into ``whole`` on all ranks, cast to ``whole``'s dtype. Communicates.
 
         All are on one device and of one dtype. Other ranks' ``own`` isn't looked at. The owner's may be ``whole``
         itself; else it is free again when this returns.
@@ -258,7 +258,7 @@ class ShardGroup:
         return self.progress.start(GATHER, about, whole, backend.broadcast_from, owner, own, whole)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling ``buffer``, ``[size, row]``, in place, with every rank's own row."""
+        """Start filling ``buffer``, ``[size, row]``, in place, with every rank's own row of it. Communicates."""
         return self.gather([buffer[self.rank]], [buffer]).then(lambda _: buffer)
 
     def gather(
@@ -269,7 +269,7 @@ class ShardGroup:
         alignment: Alignment = END_TO_END,
         about: About | None = None,
     ) -> Work[None]:
-        """Start filling ``rows``, each ``[size, s]``, with every rank's ``own``, each ``[s]`` and cast as ``rows``.
+        """Start filling ``rows``, each ``[size, s]``, with all ranks' ``own``, each ``[s]``, cast alike. Communicates.
 
         ``rows`` are on one device and of one dtype. Where it takes a buffer to carry them they lie end to end in its
         row, whose width is aligned. All of ``own`` may be their very rows; else they are free again when this returns.
@@ -295,7 +295,7 @@ class ShardGroup:
         return self.progress.start(NORM, None, (value,), self.backend(value.device).sum, value)
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum of every rank's ``values``, beside what carries buffers. Communicates."""
+        """Return the element-wise maximum of every rank's ``values``, by the backend of agreements. Communicates."""
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
         most: Work[Tensor] = self.progress.start(
             AGREEMENT, None, (few,), Work, lambda: self._agreements().maximum(few, Kind.AGREEMENT).wait()
@@ -360,10 +360,10 @@ class ShardGroup:
                 level._host_backend.trim(for_good)
 
     def leave(self, threads: Threads | None = None) -> None:
-        """Note that this rank left; free its buffers and tell peers.
+        """Note that this rank left, and free its buffers: now, or in a thread after collectives that are under way.
 
-        Other ranks wait for reductions that are still under way here: one of ``threads``, or else of the process
-        group's, finishes them first.
+        Other ranks wait for reductions that are still under way here. The thread is one of ``threads``, or else of the
+        process group's.
         """
         self.progress.left = True
         works, self.progress.under_way = self.progress.under_way, {}
@@ -375,7 +375,7 @@ class ShardGroup:
 
 
 def _finish(waits: list[Callable[[], Any]], group: ShardGroup) -> None:
-    """Wait for each collective under way, whatever comes of those before it, and free all memory of buffers."""
+    """Wait for each collective under way, ignoring their errors, and then free all memory of buffers."""
     while waits:
         with suppress(RuntimeError):
             waits.pop(0)()

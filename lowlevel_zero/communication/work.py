@@ -103,7 +103,7 @@ class OnThread:
         self._worker = runtime().worker("lowlevel_zero chaining", threads)
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-        """Let the thread wait for the first collective and start the second; ``wait`` raises its error."""
+        """Let the thread wait for the first collective and start the second; ``wait`` raises an error of either."""
         second = self._worker.submit(partial(_started, first, start))
         return Work(lambda: second.result().wait(), partial(_is_ready, second), first.tensors)
 
@@ -112,7 +112,7 @@ Chain: TypeAlias = OnStream | OnDemand | OnThread
 
 
 def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-    """Wait for ``first``, and start a second collective with its result; try twice, since other ranks wait for it."""
+    """Wait for ``first``, and start a second collective with its result; if that fails, retry once, and raise later."""
     result = first.wait()
     try:
         return start(result)
@@ -121,7 +121,7 @@ def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
 
 
 def or_raise(work: Work[T], failed: list[RuntimeError]) -> Work[T]:
-    """Return a work that waits for ``work``, and then raises the first error that is in ``failed``."""
+    """Return a work that waits for ``work``, then raises the first error in ``failed``, or returns the result."""
 
     def checked(result: T) -> T:
         for error in failed:

@@ -86,7 +86,7 @@ class BadNumbers:
     # ---- norms ----
 
     def norm(self, value: Tensor) -> None:
-        """Check the step's norm: now on the host or with ``error_if_nonfinite``, else as the next step begins.
+        """Check the step's norm: now on the host or if ``error_if_nonfinite``, else at the next step. May communicate.
 
         Raises:
             RuntimeError: the norm isn't finite and ``error_if_nonfinite`` is set, for which the host waits.
@@ -98,13 +98,13 @@ class BadNumbers:
             self._later = LaterRead(value, step)
 
     def step_begins(self) -> None:
-        """Check the norm of the step before, if ``norm`` has put that off. Communicates if it isn't finite."""
+        """Check the norm of the step before, if ``norm`` has put that off. May communicate if it isn't finite."""
         later, self._later = self._later, None
         if later is not None:
             self._judge(later.read().item(), later.step, at_hand=False)
 
     def _judge(self, norm: float, step: int, at_hand: bool) -> None:
-        """Count norms in a row that aren't finite; without a loss scale, raise if so asked, else warn of some."""
+        """Count bad norms in a row; without a loss scale, raise if so asked, or warn of some, which communicates."""
         good = math.isfinite(norm)
         self._in_a_row = 0 if good else self._in_a_row + 1
         if self._scaler is not None:
@@ -149,11 +149,11 @@ class BadNumbers:
             self._packed.append((records, torch.linalg.vector_norm(buffer, math.inf, dtype=dtype)))
 
     def cleared(self) -> None:
-        """Forget the measured buffers."""
+        """Forget the numbers that ``packed`` has kept."""
         self._packed.clear()
 
     def _found(self, at_hand: bool) -> str:
-        """Describe parameter, bucket and ranks at fault, as gradients or weights tell. All ranks call it."""
+        """Return as text the first parameter with an inf or NaN, its bucket and the ranks at fault. Communicates."""
         mine: _Seen = None, set()
         try:
             bad = {record for records, largest in self._packed if not largest.isfinite() for record in records}
@@ -174,7 +174,7 @@ class BadNumbers:
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:
-        """Return the first parameter with a bad gradient, if gradients are there, or else with a bad master."""
+        """Return the first parameter whose slice has a bad gradient, if ``at_hand``, or else a bad master; or None."""
         groups = {group.number: group for group in self._groups}
         for gradient in (True, False) if at_hand else (False,):
             for place, record in enumerate(self._parameters):

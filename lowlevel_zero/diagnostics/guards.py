@@ -45,7 +45,7 @@ class Guard:
         self.edited: list[ShardedParameter] = []
 
     def enter(self, call: str, updates: bool = True, wakes: bool = True) -> None:
-        """Raise ``RuntimeError`` where ``call`` can't be made: within a backward, or in a fork of this process.
+        """Raise ``RuntimeError`` where ``call`` can't be made, as in a backward or fork; else end a sleep if ``wakes``.
 
         A call that ``updates`` tensors on the device is also refused in inference mode and in a graph's capture. One
         that ``wakes`` brings back what sleeps on the host.
@@ -118,7 +118,7 @@ class Guard:
                 )
 
     def check_same_values(self, uneven: UnevenWrites, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
-        """Raise unless parameters that ranks have not written equally often are the same on all. Communicates.
+        """Raise on all ranks unless unevenly written parameters are alike, which count as edited then. Communicates.
 
         They are if a rank exchanges weights for their averages and back, or writes values that others receive from it.
         """

@@ -73,7 +73,7 @@ class Settings:
             self._told = Digested.of(self._described)
 
     def _late(self, place: int, step: int) -> str:
-        """Start copying a setting's numbers from a device; describe its numbers at the step before."""
+        """Start copying a setting's numbers from its device; return as text its numbers of the step before, if any."""
         before = self._on_device.pop(place, None)
         tensors = list(_on_device(self._values[place]))
         if tensors:
@@ -105,7 +105,7 @@ def _told(value: object, waits: bool = True) -> str:
 
 
 def _told_within(value: object, waits: bool) -> str:
-    """Return an element of a setting as text; strings aren't told, since they may be names of experts."""
+    """Return an element of a setting as text; any string as ``str``, since it may be the name of an expert."""
     return "str" if isinstance(value, str) else _told(value, waits)
 
 

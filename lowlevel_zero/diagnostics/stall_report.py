@@ -203,9 +203,9 @@ def seconds_of(diagnostics: object) -> float:
 
 
 def watch(group: ShardGroup, timeout: float) -> Watch | None:
-    """Start the thread that reports waits in ``group`` of more than ``timeout`` seconds, and return it.
+    """Start and return a thread that reports waits in ``group`` beyond ``timeout`` seconds; None if it watches nothing.
 
-    0: watch nothing. If the system has no more threads, a warning says so, and nothing is watched.
+    It watches nothing if that is 0, without other ranks, or, with a warning, if the system has no more threads.
     """
     if timeout <= 0 or not group.has_others:
         return None

@@ -35,7 +35,7 @@ class Untrained:
         self._told: set[str] = set()
 
     def look(self, steps: int, lacked: bool) -> None:
-        """Warn of parameters with gradients but no optimizer, after some ``steps`` or the first that ``lacked`` one."""
+        """If ``steps`` or ``lacked`` makes a look due, warn once of each parameter with a gradient and no optimizer."""
         due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
         self._lacked = lacked
         if not due or self._model is None:

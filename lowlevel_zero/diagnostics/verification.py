@@ -48,7 +48,7 @@ def _compare(names: Mapping[Tensor, str], group: ShardGroup) -> None:
 
 
 def difference(names: Mapping[Tensor, str], group: ShardGroup) -> str | None:
-    """Compare tensors between the ranks of ``group``, and describe the first that differs, or None. Communicates.
+    """Return as text the first tensor that differs between the ranks of ``group``; None if none does. Communicates.
 
     Raises:
         Exception: this rank could not read a tensor; if another rank could not, a ``RuntimeError`` names it.

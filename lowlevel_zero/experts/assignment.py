@@ -34,7 +34,7 @@ class Assignment(NamedTuple):
 
 
 def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
-    """Return a line about the dtypes of trained parameters, which all ranks need even if they have different experts.
+    """Return a line that says whether trained parameters include fp16 and fp64, for all ranks to compare.
 
     Losses are scaled if there are fp16 parameters, and norms are in fp64 if one is.
     """
@@ -43,10 +43,10 @@ def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
 
 
 def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> dist.ProcessGroup | None:
-    """Return the group of all data-parallel ranks; None: the default one. Raises nothing, doesn't communicate.
+    """Return ``given``, or the largest group of a mapping with all trainable parameters, or None. Raises nothing.
 
-    The group is the ``given`` one. Without it, if all trainable parameters are listed in the mapping, the group is the
-    mapping's one that has the ranks of all others: ColossalAI's callers pass it so.
+    It is the group of all data-parallel ranks; None: the default one. The largest has the ranks of all others:
+    ColossalAI's callers pass it so.
     """
     if given is not None or not isinstance(pg_to_param_list, Mapping) or not isinstance(optimizer, Optimizer):
         return given  # type: ignore[no-any-return]  # whatever it is, the checks find it

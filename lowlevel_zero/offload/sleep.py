@@ -85,7 +85,7 @@ def movable(
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors that share a storage together, each once."""
+    """Return lists of tensors that share a storage, each tensor once; tensors without memory are left out."""
     found: dict[int, dict[Tensor, None]] = {}
     for each in tensors:
         found.setdefault(each.untyped_storage().data_ptr(), {})[each] = None
@@ -93,7 +93,7 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _move(members: Sequence[Tensor], device: torch.device, pin: bool, non_blocking: bool) -> int:
-    """Put the tensors over one storage over a copy of it; return its bytes."""
+    """Copy the storage that all ``members`` share to ``device``, make them use the copy, and return its bytes."""
     lead = members[0].detach()
     old = torch.empty(0, dtype=torch.uint8, device=lead.device).set_(lead.untyped_storage())
     new = torch.empty(len(old), dtype=old.dtype, device=device, pin_memory=pin).copy_(old, non_blocking=non_blocking)

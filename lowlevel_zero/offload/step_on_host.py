@@ -34,14 +34,14 @@ class HostBucket(Bucket):
         self._device = records[0].padded.device
 
     def hold(self, total: Tensor) -> None:
-        """Keep the row, measure its norm, and start copying it to the host."""
+        """Keep a reduced sum, measure the norm of this rank's row, and start moving that row to the host."""
         super().hold(total)
         dtype = torch.promote_types(self.row.dtype, torch.float32)
         self._norm = torch.linalg.vector_norm(self.row, dtype=dtype)
         self.row, self._arrived = self._copies.down(self.row)
 
     def hold_for_step(self, row: Tensor) -> None:
-        """Keep a row that may be edited; it is held, and measured, again before its norm is asked for."""
+        """Keep this rank's row, and drop other rows; its norm isn't measured until ``hold`` is called again."""
         super().hold_for_step(row)
         self._arrived = Mark()
 
@@ -51,7 +51,7 @@ class HostBucket(Bucket):
         return self._norm
 
     def sums(self) -> Tensor:
-        """Return the sums on the parameters' device; don't write the row while its H2D copy runs."""
+        """Return all rows if kept, else start copying the row to the parameters' device; don't write it meanwhile."""
         if self.rows is not None:
             return self.rows
         self._arrived.wait()

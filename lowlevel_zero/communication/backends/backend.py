@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """A kind of collective between hosts, with an order of its own. Kinds before ``AGREEMENT`` carry buckets."""
+    """A kind of collective between hosts, each with an order of its own; kinds below ``AGREEMENT`` carry buckets."""
 
     REDUCE = 1
     GATHER_SUM = 2  # the second half of an all-reduce
@@ -161,14 +161,14 @@ class Backend(ABC):
 
     @abstractmethod
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Start filling ``whole``, 1-D and of one dtype, with the ``own`` of the rank ``owner``; others give none."""
+        """Start filling ``whole``, 1-D and of one dtype, with ``owner``'s ``own``; others' isn't read. Communicates."""
 
     def held(self) -> list[Tensor]:
         """Return the memory that is used or kept for buffers: none, unless a backend overrides this."""
         return []
 
     def trim(self, for_good: bool = False) -> None:  # noqa: B027
-        """Give back memory of buffers, or all of it ``for_good``; nothing is under way on this rank."""
+        """Free idle memory of buffers, all of it if ``for_good``; does nothing unless a backend overrides this."""
 
 
 class BufferBackend(Backend):
@@ -176,14 +176,14 @@ class BufferBackend(Backend):
 
     @abstractmethod
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
-        """Start filling ``buffer``, of which every rank gives its own row; in place."""
+        """Start filling ``buffer`` in place with every rank's own row of it; the result is ``buffer``. Communicates."""
 
     @abstractmethod
     def broadcast(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start filling 1-D ``buffer`` with that of the rank ``owner``; in place."""
+        """Start filling 1-D ``buffer`` in place with the rank ``owner``'s; the result is ``buffer``. Communicates."""
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start gathering a buffer of all pieces."""
+        """Start gathering ``own`` into ``rows``: one piece in place, several by way of one buffer. Communicates."""
         if len(own) == 1:
             keep_own(own, rows, self.rank)
             return self.all_gather(rows[0]).then(lambda _: None)
@@ -233,7 +233,7 @@ class HostBackend(Backend):
 
     @abstractmethod
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Start sending parts to the others; ``read`` makes the result of theirs, by rank, in turns. Communicates."""
+        """Start sending parts to the others; the result is ``read`` of a dict by rank of their parts. Communicates."""
 
     def _gather_sum(self, row: Tensor, total: Tensor) -> Work[None]:
         """Start gathering all ranks' summed rows into ``total``. Communicates."""
@@ -242,7 +242,7 @@ class HostBackend(Backend):
         return self.trade(parts, lambda _: None)
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start summing this rank's row of all buffers, in rank order. Communicates."""
+        """Start summing this rank's row of all buffers, in rank order, in ``into`` or other memory. Communicates."""
         sizes = [buffer.shape[1]] * self.size
         return self.trade(Trade(Kind.REDUCE, buffer.view(-1), sizes, sizes), self.adding(buffer[self.rank], into))
 
@@ -254,7 +254,7 @@ class HostBackend(Backend):
         return self.trade(Trade(Kind.REDUCE, flat, sizes, [sizes[self.rank]] * self.size), read)
 
     def adding(self, own: Tensor, into: Tensor | None = None) -> Callable[[dict[int, Tensor]], Tensor]:
-        """Return a function that sums ``own`` and the other ranks' parts, in rank order."""
+        """Return a function that returns the sum of ``own`` and others' parts, in rank order, in ``into`` if given."""
 
         def add(theirs: dict[int, Tensor]) -> Tensor:
             reuses = into is None and self.size == 2 and not self.shares_memory
@@ -278,7 +278,7 @@ class HostBackend(Backend):
         return self.trade(parts, lambda theirs: take_apart(theirs[owner], whole))
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start sending row ``r`` to rank ``r``; the result is ``[size, row]``, each rank's row for this one."""
+        """Start an all-to-all of rows; the result is new: each rank's row for this one, in order. Communicates."""
         sizes, theirs = [buffer.shape[1]] * self.size, torch.empty_like(buffer)
         theirs[self.rank].copy_(buffer[self.rank])
         return self.trade(Trade(Kind.ALL_TO_ALL, buffer.view(-1), sizes, sizes, theirs.unbind()), lambda _: theirs)
@@ -326,12 +326,12 @@ class Alone(HostBackend):
         return Work(lambda: buffer, tensors=(buffer,))
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
-        """Copy ``own`` into ``whole``, unless it is the same memory."""
+        """Copy ``own`` into ``whole`` now, unless it is the same memory; the work has nothing left to wait for."""
         if own[0].data_ptr() != whole[0].data_ptr():
             torch._foreach_copy_(list(whole), list(own))
         return Work(lambda: None)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Copy ``own`` into the rows, unless it is the same memory."""
+        """Copy ``own`` into ``rows`` now, unless it is the same memory; the work has nothing left to wait for."""
         keep_own(own, rows, self.rank)
         return Work(lambda: None)

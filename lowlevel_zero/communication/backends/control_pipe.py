@@ -75,7 +75,7 @@ class ControlPipe:
         self._lock, self._sleeping = runtime().nested_lock(), runtime().nested_lock()
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), nbytes: int = 0) -> Key:
-        """Send each peer where this rank's part of its next collective lies, and its blocks read here; never waits.
+        """Send each peer a record of where this rank's part lies and which blocks were read; return its key at once.
 
         A record that finds no room goes later; records may overtake each other.
 
@@ -173,7 +173,7 @@ class PeerPipe:
         self.worker = runtime().worker("lowlevel_zero control pipe", threads)
 
     def write_late(self, record: bytes) -> None:
-        """Write a record as soon as there is room, in a thread; give up if the process ends or time is over."""
+        """Wait for room and write a record; give up if the reader's process ends or time is over. A thread calls it."""
         deadline = runtime().now() + self._timeout
         while True:
             with suppress(BlockingIOError):

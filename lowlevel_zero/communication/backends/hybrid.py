@@ -39,12 +39,12 @@ class Hybrid(Backend):
         return self._inner.new_buffer(row, dtype, device, rows)
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start summing this rank's row within, then across; also where the sum within fails on this rank."""
+        """Start summing this rank's row within, then across, with zeros if the sum within fails here. Communicates."""
         own = buffer.new_empty(buffer.shape[1]) if into is None else into
         return self._after(self._inner.reduce_scatter(buffer, own), own, self._outer.all_reduce)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start summing within to the owner in each inner group, then across the owners."""
+        """Start summing to ``owner`` in each inner group, then across the owners; empty on others. Communicates."""
         own = torch.empty_like(buffer).view(-1) if self.rank == owner else None  # before anything is begun
         within = self._inner.reduce(buffer, owner)
         return within if own is None else self._after(within, own, self._outer.all_reduce)

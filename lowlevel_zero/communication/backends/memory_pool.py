@@ -122,7 +122,7 @@ class Memory:
         return best
 
     def trim(self, keep: int = 0) -> None:
-        """Free the memory of idle blocks, except about ``keep`` bytes."""
+        """Free the memory of idle blocks, except about ``keep`` bytes; do nothing while another call uses the pool."""
         if not self._lock.acquire(blocking=False):  # it is in use by what this interrupts, as a finaliser may
             return
         try:
@@ -162,7 +162,7 @@ class Memory:
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return the size of a block that holds ``nbytes``: a power of 2, or a multiple of 1 MiB."""
+    """Return ``nbytes`` rounded up: to a power of 2 and at least a page, or, above 1 MiB, to a multiple of 1 MiB."""
     return max(_PAGE, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
 
 

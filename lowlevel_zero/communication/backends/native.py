@@ -24,7 +24,7 @@ _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 class Native(BufferBackend):
-    """The backend's own collectives.
+    """A backend that runs the collectives of the process group's own backend, such as NCCL's.
 
     Args:
         sums_in_fp32: of 16-bit buffers each rank sums its row in fp32, from what the others hand it: as many bytes
@@ -43,7 +43,7 @@ class Native(BufferBackend):
         return referent(self._ref)
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
-        """Start a reduce-scatter into a new row; in fp32 by an all-to-all if ``sums_in_fp32``. Communicates."""
+        """Start a reduce-scatter into a new row; an all-to-all if it sums 16-bit rows in fp32. Communicates."""
         if self._sums_in_fp32 and buffer.element_size() <= 2:
             return self.exchange_rows(buffer).then(lambda theirs: sum_rows_in_fp32(theirs, theirs.dtype))
         row = buffer.new_empty(buffer.shape[1])
@@ -55,7 +55,7 @@ class Native(BufferBackend):
         return self._work(dist.all_reduce(buffer, group=self._group, async_op=True), buffer)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
-        """Start a reduce to ``owner``, in place, or in an fp32 copy if ``sums_in_fp32``. Communicates."""
+        """Start a reduce to ``owner``, in place, or 16-bit in an fp32 copy if ``sums_in_fp32``. Communicates."""
         wide = self._sums_in_fp32 and buffer.element_size() <= 2
         given, dtype = buffer.float() if wide else buffer, buffer.dtype
         own = given.view(-1) if self.rank == owner else given.new_empty(0)  # not a view, which would keep the buffer
@@ -73,13 +73,13 @@ class Native(BufferBackend):
         return self._work(work, buffer)
 
     def exchange_rows(self, buffer: Tensor) -> Work[Tensor]:
-        """Start sending row ``r`` to rank ``r``, as bytes: gloo doesn't take all dtypes."""
+        """Start an all-to-all of rows into a new buffer, as bytes: gloo doesn't take all dtypes. Communicates."""
         theirs = torch.empty_like(buffer)
         raw = theirs.view(-1).view(torch.uint8), buffer.view(-1).view(torch.uint8)
         return self._work(dist.all_to_all_single(*raw, group=self._group, async_op=True), theirs, buffer)
 
     def _work(self, work: object, result: Tensor, *others: Tensor) -> Work[Tensor]:
-        """Wrap a torch work; ``ready`` asks it only if the host waits for it, never a device."""
+        """Return a work that waits for torch's and gives ``result``; ``ready`` asks torch's only if the host waits."""
         handle = cast(dist.Work, work)
 
         def finish() -> Tensor:

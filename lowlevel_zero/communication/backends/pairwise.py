@@ -55,7 +55,7 @@ class Pairwise(HostBackend):
         self._in_rounds = [peer for turn, peer in zip(turns, self.peers, strict=True) if turn & (turn - 1) == 0]
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Start sending a message to each other rank, and receiving one from each. Communicates."""
+        """Start sending a message to each other rank; the result is ``read`` of the messages from all. Communicates."""
         buffer, places = what.buffer, what.into
         parts = [buffer] * self.size if what.sizes is None else buffer.split_with_sizes(list(what.sizes))
         if places is None:
@@ -66,7 +66,7 @@ class Pairwise(HostBackend):
         return _work(works, lambda: read(theirs), buffer, *theirs.values())
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start sending this rank's row to all others; small pieces travel end to end. Communicates."""
+        """Start gathering every rank's ``own`` into ``rows``; small pieces travel in one message. Communicates."""
         keep_own(own, rows, self.rank)
         large = [each for each in rows if each.shape[1] >= _LARGE]
         small = [each for each in rows if each.shape[1] < _LARGE]
@@ -85,10 +85,10 @@ class Pairwise(HostBackend):
         return _work(works, unpack_theirs, packed, *rows)
 
     def maximum(self, few: Tensor, kind: Kind) -> Work[Tensor]:
-        """Start taking the maximum over all ranks in log2(ranks) rounds. Communicates.
+        """Return a work of the maximum over all ranks, whose ``wait`` runs log2(ranks) rounds. Communicates.
 
         Hosts agree on every backend, with any number of ranks, so the messages grow with its logarithm. (Dissemination:
-        Hensgen, Finkel and Manber, 1988.) A thread runs the rounds of presence maps, whatever this rank does meanwhile.
+        Hensgen, Finkel and Manber, 1988.) For presence maps a thread runs them, at once.
         """
         most = few.clone()
 

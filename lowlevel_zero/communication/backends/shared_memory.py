@@ -48,7 +48,7 @@ class SharedMemory(HostBackend):
         self._handed_out: dict[int, Block] = {}
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
-        """Return a buffer in a block of shared memory, for one reduction."""
+        """Return an uninitialised buffer, ``[rows or size, row]``, in a block of shared memory, for one reduction."""
         rows = rows or self.size
         return self._in_block(rows * row, dtype).view(rows, row)
 
@@ -66,11 +66,11 @@ class SharedMemory(HostBackend):
         return total.then(lambda flat: flat.view(buffer.shape))
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
-        """Return a row in a block of shared memory, where the other ranks read it."""
+        """Return an uninitialised row, not of ``total`` but in a block of shared memory, where other ranks read it."""
         return self._in_block(total.shape[1], total.dtype)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
-        """Start copying the other ranks' rows from their blocks into ``rows``. Communicates."""
+        """Copy ``own`` into a block and into ``rows``, and start reading others' from their blocks. Communicates."""
         sizes = list(map(Tensor.numel, own))
         packed = self._in_block(sum(sizes), rows[0].dtype)
         lay_end_to_end(packed, own)
@@ -99,7 +99,7 @@ class SharedMemory(HostBackend):
         memory.trim(0 if for_good else KEPT)
 
     def trade(self, what: Trade, read: Callable[[dict[int, Tensor]], T]) -> Work[T]:
-        """Send the others a record of where the buffer lies, and read theirs when their records come. Communicates.
+        """Send others a record of where the buffer lies; ``wait`` awaits theirs and reads their parts. Communicates.
 
         A buffer outside of a block is copied into one.
         """
