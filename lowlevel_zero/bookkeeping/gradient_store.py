@@ -201,6 +201,7 @@ class GradientStore:
                 row = row * scale.to(row.device)
             elif scale != 1.0:
                 row = row * scale
+            _clear_absent(bucket, row)  # zeros times a factor that isn't finite, as of a clip, are NaN
             bucket.hold_for_step(row)
             bucket.stepped = False
             for record in some:
@@ -231,7 +232,7 @@ class GradientStore:
         ]
 
     def hide_cleared(self, touched: Iterable[ShardedParameter], adds: bool = False) -> list[ShardedParameter]:
-        """Mark gradients as absent whose ``p.grad``, or slice's, was set to None or replaced; return their records.
+        """Mark gradients as absent that the caller has set to None, or, if ``adds``, replaced; return their records.
 
         A later backward may have left another gradient in ``p.grad``. If a backward is about to add to gradients, one
         that the caller has assigned takes their place, too. Returns their records.
@@ -321,6 +322,15 @@ class GradientStore:
         self.buckets.clear()
         self._bucket_of.clear()
         clear_gradients(self._records)
+
+
+def _clear_absent(bucket: Bucket, row: Tensor) -> None:
+    """Set to zeros what is nobody's gradient in this rank's ``row``: padding, and slices of unused parameters."""
+    for record, part in zip(bucket.records, bucket.split(row), strict=True):
+        start, stop = record.split.span(record.rank)
+        elements = stop - start if record.worked else 0
+        if elements < len(part):
+            part[elements:].zero_()
 
 
 def _like(sums: Tensor, total: Tensor, bucket: Bucket) -> Tensor:
