@@ -49,7 +49,7 @@ class Slice(NamedTuple):
 
     @property
     def is_of_elements(self) -> bool:
-        """Return whether the whole tensor has one number for each element of the parameter."""
+        """Return whether the parameter is split evenly, or its owner's tensor has the parameter's own shape."""
         return self.record.split.owner is None or self.own.shape == self.record.p.shape
 
     def row(self) -> Tensor:
@@ -100,7 +100,7 @@ def told_by_owner(own: Mapping[ShardedParameter, State], rank: int) -> dict[int,
 def told_states(
     own: Mapping[ShardedParameter, State], told: dict[int, State] | None, group: ShardGroup
 ) -> dict[ShardedParameter, State]:
-    """Return each record's state, or what its owner, another rank, ``told``. Communicates unless ``told`` is None."""
+    """Return each record's state, or its owner's; ``told`` is what this rank sends. Communicates unless it is None."""
     states = dict(own)
     for of_rank in [] if told is None else group.all_gather_object(told):
         states.update(
@@ -223,11 +223,13 @@ def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
 
 
 def _sliced(key: str, value: Any, record: ShardedParameter) -> Any:
-    """Return ``value``, cut to a copy of this rank's slice if it has ``p``'s shape, and on the host if ``p32`` is."""
+    """Return a copy of ``value``, cut to this rank's slice if it has ``p``'s shape, and on the host if ``p32`` is."""
     if isinstance(value, Tensor) and record.p32.device.type == "cpu":
         value = value.cpu()  # all of it: a step count, say, of an optimizer that was on a device
-    if not isinstance(value, Tensor) or value.shape != record.p.shape or (key == STEP and value.dim() == 0):
+    if not isinstance(value, Tensor):
         return value
+    if value.shape != record.p.shape or (key == STEP and value.dim() == 0):
+        return value.clone()  # which the next step counts up in place
     own = record.shaped(record.slice_of(value))
     # State in a 16-bit model's dtype was made for p; p32 wants its own.
     return own.to(record.p32.dtype) if value.dtype == record.p.dtype else own
