@@ -376,6 +376,10 @@ class Judge:
         if name == "save":  # compares contents alone
             return Expectation(may=part.settings_differ() or bool(part.written_apart()))
         drops_must, drops_may = part.drops_differ()
+        if name == "load":  # it clears all gradients, whichever have been cleared or edited before
+            differs = drops_must or drops_may or part.edited_apart or part.edits_vary
+            differs = differs or part.settings_differ() or bool(part.written_apart())
+            return Expectation(tuple(must), (may or differs) and not must)
         if drops_must and name != "zero_grad":
             if CALLS[name].quiet:
                 may = True

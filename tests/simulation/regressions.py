@@ -231,6 +231,18 @@ REGRESSIONS: dict[str, Program] = {
         _both(BACKWARD, Call("model.zero_grad"), Call("freeze slice", at=1), Call("plain in no_sync"), STEP),
         Part((Weight(), Weight()), ((1,),)),
     ),
+    "a gradient with a graph takes the sharded one's place where its slice is frozen, and is cleared": _program(
+        _both(BACKWARD, Call("freeze slice"), Call("plain with graph"), Call("model.zero_grad"), STEP),
+        Part((Weight(),), ((0,),)),
+    ),
+    "gradients that were clipped by a norm of NaN are overwritten": _program(
+        _both(Call("nan"), Call("torch's clip"), BACKWARD, Call("copy"), STEP),
+        Part((Weight(),), ((0,),), options=(("clip_grad_norm", 0.5),)),
+    ),
+    "a state dict is loaded twice": _program(
+        _both(BACKWARD, STEP, Call("keep state"), Call("load state"), STEP, Call("load state"), STEP),
+        Part((Weight(),), ((0,),), optimizer="adamw"),
+    ),
     "a rank has an open sync of one gradient before another optimizer, and the other rank has none": _program(
         [
             *_both(BACKWARD, STEP),
