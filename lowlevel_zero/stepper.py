@@ -158,7 +158,7 @@ class Stepper:
         return self._was_fused and not self._observer.waits
 
     def _skip(self, scaler: LossScaler) -> None:
-        """Log the overflow that skips this step, or raise after too many, and drop all gradients. Communicates."""
+        """Log the overflow's source, or raise after too many at the least scale, and drop gradients. Communicates."""
         try:
             self._observer.skipped(scaler)
         finally:
@@ -235,7 +235,7 @@ class Stepper:
                 self._gather(part)
 
     def _parts_of(self, group: ShardedGroup) -> list[Part]:
-        """Return a group's parts: last filled buckets first (on the host last), then those written without gradients.
+        """Return a group's parts: newest buckets first (on the host oldest), then unused ones if ``writes_unused``.
 
         The next forward wants these first. To the host gradients come one after the other, so there the first bucket
         is stepped first, while others are on their way.

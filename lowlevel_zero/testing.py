@@ -130,7 +130,7 @@ def _compare(
     loss: Loss,
     options: dict[str, Any],
 ) -> Alike:
-    """Train one model alone and one sharded, resume both half-way, and return how far they differ. Communicates.
+    """Return how far plain and sharded training differ, resumed half-way; raise beyond ``tolerance``. Communicates.
 
     Raises:
         AssertionError: by more than the ``tolerance``.

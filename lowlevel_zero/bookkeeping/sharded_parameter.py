@@ -277,7 +277,7 @@ class ShardedParameter:
         return self.split.shaped(own, self.view)
 
     def flat_slice(self, own: Tensor) -> Tensor:
-        """Return a tensor of ``p32``'s shape as a slice, ``[s]``: the inverse of ``shaped``."""
+        """Return a tensor of ``p32``'s shape as ``[s]``: itself if 1-D, else flat in memory order; it never pads."""
         return own if own.dim() == 1 else self.flatten(own)
 
 

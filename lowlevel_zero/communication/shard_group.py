@@ -203,7 +203,7 @@ class ShardGroup:
         return self._on_stream
 
     def describe_backend(self, device: torch.device) -> str | None:
-        """Return as text how buffers of ``device`` travel; None: by native collectives."""
+        """Return how buffers of ``device`` travel in a gloo group, as text; None by other backends or alone."""
         if not self.on_gloo(device):
             return None
         if self.host_backend.shares_memory:

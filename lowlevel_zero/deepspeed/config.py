@@ -131,7 +131,7 @@ _DYNAMIC_DEFAULTS = dict(zip(_DYNAMIC_SCALE, (16, 1000, 2, 1), strict=True))
 
 
 def _chosen(table: Table, given: Mapping[str, Any]) -> Options:
-    """Return options for the paths of ``table`` that ``given`` has, checked as by the optimizer; groups are dicts."""
+    """Return options by name, converted from the paths of ``table`` in ``given`` and checked; groups' are in dicts."""
     options: Options = {}
     for path, (names, convert) in table.items():
         for name in names if path in given else ():

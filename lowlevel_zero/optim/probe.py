@@ -63,7 +63,7 @@ class _Trial(NamedTuple):
 
 
 def probe_elements(optimizer: Optimizer, dtypes: Collection[torch.dtype] = ()) -> str | None:
-    """Step slices and whole parameters by fresh optimizers, and return a text about a difference, or None if equal.
+    """Return a text if slices step unlike whole parameters, in fp32 or ``dtypes``, or can't be tried, else None.
 
     If it can't be tried, the result says why. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer``
     and random number generators stay unchanged.
@@ -251,7 +251,7 @@ def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float |
 
 
 def _states_apart(parts: Sequence[_Part]) -> str | None:
-    """Return a text about a state whose tensors aren't of its parameter's shape, or which has objects, or None.
+    """Return a text about a state that can't be sliced (another shape; in a list, dict or object), or None if all can.
 
     Single numbers are alike on all ranks. Tensors in lists and dicts can't be told from those that are, and objects
     may hold tensors.

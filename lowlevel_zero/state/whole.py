@@ -270,7 +270,7 @@ def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
 
 
 def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines with a state dict's groups, places and shapes, for the ranks to compare."""
+    """Yield lines for the ranks to compare: each group's number of parameters, each state's place, keys and shapes."""
     for at, group in enumerate(state_dict["param_groups"]):
         yield f"group {at} of {len(group['params'])} parameters"
     for place, state in state_dict["state"].items():

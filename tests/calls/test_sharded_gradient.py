@@ -141,7 +141,9 @@ def old_gradients(rank: int, world_size: int) -> None:
         for _ in range(2):
             optimizer.step()
             optimizer.backward(loss_at(model, 1, rank))
-        assert [line.endswith("call optimizer.zero_grad() after each step") for line in lines] == [True] * (rank == 0)
+        assert [line.endswith("call zero_grad() of each optimizer after its step") for line in lines] == [True] * (
+            rank == 0
+        )
 
 
 # ---- what is refused ----
