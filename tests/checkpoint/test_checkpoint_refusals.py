@@ -256,7 +256,7 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(rank: int, t
             lambda: save(extra=Path("x") if rank else 3)
         ),
         "TypeError: scheduler['where']: expected what": lambda: save(scheduler=schedule),
-        "ValueError: model: expected all parameters of the optimizer": lambda: save(model=nn.Linear(2, 2)),
+        "ValueError: model: expected the parameters that the optimizer trains": lambda: save(model=nn.Linear(2, 2)),
         "TypeError: optimizer: expected a LowLevelZeroOptimizer, got AdamW": lambda: save(optimizer=bare),
         "TypeError: model: expected a torch.nn.Module": lambda: save(model=optimizer),
         "ValueError: keep: expected a number of checkpoints": lambda: save(keep=0),
