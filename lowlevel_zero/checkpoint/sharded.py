@@ -178,5 +178,5 @@ def _check_trained(names: Mapping[Tensor, str], records: Iterable[ShardedParamet
         if trained.get(name, tensor) is not tensor:
             raise ValueError(
                 f"{name}: expected the parameter that the optimizer trains in the model, got another one: if its layer "
-                "was replaced after the optimizer was constructed, construct another one, which trains the new layer"
+                "was replaced after the optimizer was constructed, construct a new optimizer over model.parameters()"
             )
