@@ -231,10 +231,9 @@ class Judge:
         sharers = part.sharers(key)
         if any(row[each] != call for each in sharers):
             part.unlike.add(key)
-        else:
-            stands = {each: self._entry(each) for each in sharers if each != rank}
-            behind = [each for each, at in stands.items() if at is not None and at.place <= entry.place]
-            part.write(rank, key, call.amount, behind)
+        elif rank == sharers[0]:
+            with torch.no_grad():
+                part.weights[key].mul_(call.amount)
 
     def _repair(self, rank: int, entry: Entry) -> None:
         for part in self.parts:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,14 +32,6 @@ def _is_coarse(part: Part) -> bool:
 def _passes_through(program: Program) -> bool:
     """Whether a loss of one model follows from the other model."""
     return any(call is not None and call.name in BOTH for row in program.rows for call in row)
-
-
-@dataclass
-class Behind:
-    """A weight as a rank has it that is behind the others' writes, and how many of these it is behind."""
-
-    value: Tensor
-    writes: int = 0
 
 
 class PartReference:
@@ -80,8 +71,6 @@ class PartReference:
         # By rank, what it has multiplied the settings of all groups with, by name.
         self.settings: list[list[tuple[str, float]]] = [[] for _ in range(self.ranks)]
         self.written: list[list[Written]] = [[] for _ in range(self.ranks)]  # since the last step
-        # Weights by rank that other ranks have written already, and this one has yet to.
-        self._behind: list[dict[Key, Behind]] = [{} for _ in range(self.ranks)]
         self.repaired = [False] * self.ranks  # settings and weights, since the last step
         self.unlike: set[Key] = set()  # weights that ranks have written, each in its own way or at its own time
         self.saved: Any = None  # what a checkpoint has
@@ -111,23 +100,7 @@ class PartReference:
 
     def of_rank(self, rank: int) -> list[Tensor]:
         """One rank's weights, in order."""
-        own = self._behind[rank]
-        keys = (self.key(at, rank) for at in range(len(self.part.weights)))
-        return [own[key].value if key in own else self.weights[key] for key in keys]
-
-    @torch.no_grad()
-    def write(self, rank: int, key: Key, factor: float, behind: Iterable[int]) -> None:
-        """Multiply a weight, at the write of its first rank; those ``behind`` see it when they come to theirs."""
-        own = self._behind[rank].get(key)
-        if own is None:
-            for each in behind:
-                self._behind[each].setdefault(key, Behind(self.weights[key].detach().clone())).writes += 1
-            self.weights[key].mul_(factor)
-            return
-        own.value.mul_(factor)
-        own.writes -= 1
-        if not own.writes:
-            del self._behind[rank][key]
+        return [self.weights[self.key(at, rank)] for at in range(len(self.part.weights))]
 
     def touches(self, rank: int, uses: Iterable[Use]) -> bool:
         """Whether one of the weights takes a gradient on this rank."""
