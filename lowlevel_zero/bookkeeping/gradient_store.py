@@ -325,7 +325,7 @@ class GradientStore:
 
 
 def _clear_absent(bucket: Bucket, row: Tensor) -> None:
-    """Set to zeros what is nobody's gradient in this rank's ``row``: padding, and slices of unused parameters."""
+    """Set the padding and the slices of unused parameters in this rank's ``row`` to zeros."""
     for record, part in zip(bucket.records, bucket.split(row), strict=True):
         start, stop = record.split.span(record.rank)
         elements = stop - start if record.worked else 0

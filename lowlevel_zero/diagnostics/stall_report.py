@@ -169,7 +169,7 @@ class Watch(Thread):
         return answer if answer["question"] >= question else None
 
     def _in_words(self, place: Collective, answers: _Answers) -> tuple[str, str]:
-        """Return texts: the collective the host waits for, or the first queued that lacks ranks, and who is missing."""
+        """Return as text the collective that is waited for, or the first queued that lacks ranks, and missing ranks."""
         if self._progress.waits_for is not None:
             return str(place), _missing(place, answers) or _SLOW
         queued = ((each, _missing(each, answers)) for each in self._progress.queued())
