@@ -206,7 +206,7 @@ class Judge:
             value, uses = forward(part.part, part.of_rank(rank), call.drops, batch, value)
             found.append((part, number, uses))
         touches = any(part.touches(rank, uses) for part, _, uses in found)
-        is_mixed = any(part.unlike or part.is_mixed for part, _, _ in found)
+        is_mixed = any(part.unlike or part.is_mixed or part.is_behind(rank) for part, _, _ in found)
         slope = 2 * value * self.parts[call.of].scale * (float("nan") if call.name == "nan" else 1)
         for part, number, uses in reversed(found):
             slope, gradients = derivatives(uses, slope)

@@ -355,6 +355,11 @@ class PartReference:
         }
         return {key[0] for key in apart if not seen or self._changes(key)}
 
+    def is_behind(self, rank: int) -> bool:
+        """Whether other ranks have written or repaired weights that this one has yet to, so that its values differ."""
+        writes = [len(written) for written in self.written]
+        return max(writes) > writes[rank] or (any(self.repaired) and not self.repaired[rank])
+
     def _factors(self, key: Key, rank: int) -> list[float]:
         """The numbers that a rank has multiplied a weight with."""
         return [amount for at, amount in self.written[rank] if at == key[0]]

@@ -243,6 +243,10 @@ REGRESSIONS: dict[str, Program] = {
         _both(BACKWARD, STEP, Call("keep state"), Call("load state"), STEP, Call("load state"), STEP),
         Part((Weight(),), ((0,),), optimizer="adamw"),
     ),
+    "a rank writes a weight when another has yet to run the backward before": _program(
+        [*_both(BACKWARD), (None, Call("norm")), *_both(Call("norm"), BACKWARD, Call("write weight", at=1), STEP)],
+        Part((Weight(), Weight()), ((0,), (1,)), recomputed=True),
+    ),
     "a rank has an open sync of one gradient before another optimizer, and the other rank has none": _program(
         [
             *_both(BACKWARD, STEP),
