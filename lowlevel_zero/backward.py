@@ -102,7 +102,11 @@ class Backwards:
                 torch.autograd.backward(root, grad, retain_graph=retain_graph, inputs=inputs)
             elif not self._warned:
                 self._warned = True
-                _log.warning("backward: a loss that doesn't require grad on rank %d adds nothing", dist.get_rank())
+                _log.warning(
+                    "backward: the loss on rank %d doesn't require grad, so this rank adds no gradients, which is fine "
+                    "where it has nothing to train on; else compute the loss from the model's output, outside no_grad",
+                    dist.get_rank(),
+                )
 
     @contextmanager
     def _scaled(self, loss: Tensor, scale: Tensor) -> Iterator[Tensor]:

@@ -110,7 +110,7 @@ def check_loss_scale(state_dict: Mapping[str, Any]) -> dict[str, float]:
     if missing or unknown:
         raise ValueError(
             f"expected a loss scaler's state with the keys {list(_NEEDED_KEYS)} and, optionally, "
-            f"{list(_COUNT_KEYS)}; missing: {missing}, unknown: {unknown}"
+            f"{list(_COUNT_KEYS)}; missing: {missing}, unknown: {unknown}: pass what state_dict() of one returned"
         )
     state = dict.fromkeys(_COUNT_KEYS, 0) | dict(state_dict)
     options = abouts(LossScale)

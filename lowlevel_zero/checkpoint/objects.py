@@ -170,5 +170,5 @@ def read_metadata(folder: str | Path) -> Metadata:
         except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(f"{path}: damaged, or not a checkpoint's metadata ({error}): {TAKE_ANOTHER}") from error
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path}: expected a checkpoint's metadata, got a {type(metadata).__name__}")
+        raise ValueError(f"{path}: expected a checkpoint's metadata, got a {type(metadata).__name__}: {TAKE_ANOTHER}")
     return metadata

@@ -44,7 +44,9 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
     """
     optimizers: dict[Name, LowLevelZeroOptimizer] = {}
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"model: expected a torch.nn.Module, got {type(model).__name__}: pass the module that was trained"
+        )
     for name, optimizer in by_name(given).items():
         if isinstance(given, Mapping) and not isinstance(name, str):
             raise TypeError(f"optimizer: expected names as keys, got a {type(name).__name__}, {name!r:.40}")
@@ -79,7 +81,10 @@ def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name,
 def check_rank_state(rank_state: object) -> None:
     """Raise ``TypeError`` unless it is a dict, or None."""
     if not (rank_state is None or isinstance(rank_state, dict)):
-        raise TypeError(f"rank_state: expected a dict, got {type(rank_state).__name__}")
+        raise TypeError(
+            f"rank_state: expected a dict of what this rank keeps, got {type(rank_state).__name__}: pass one, as in "
+            "rank_state={'sampler': sampler.state_dict()}"
+        )
 
 
 def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name]) -> None:

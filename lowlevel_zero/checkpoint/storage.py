@@ -19,6 +19,7 @@ from .manifest import MANIFEST, METADATA, Manifest
 from .plan import TENSORS, Share, metadata_of
 from .tensor_bytes import memory_of
 
+_AGAIN = ": mend that, and save again; earlier checkpoints are untouched"
 _Told: TypeAlias = tuple[dict[str, FileSum], str | None]  # a rank's files, and its failure in words
 
 
@@ -55,11 +56,11 @@ class CheckpointWriter:
                 told = lost_rank_error(lost, self._group, "writing") or f"{type(lost).__name__}: {lost}"
                 ended = " (destroy_process_group was called before all was written: call wait() first)"
                 hint = "" if dist.is_initialized() else ended
-                raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}") from lost
+                raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}{_AGAIN}") from lost
             if failure is not None:
                 in_place = f": {NotSynced.__name__}: " in failure
                 how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
-                raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}") from failed
+                raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}{_AGAIN}") from failed
         finally:
             for each in claimed:
                 if self._rank == 0:

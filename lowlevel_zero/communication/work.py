@@ -71,7 +71,10 @@ class OnDemand:
 
         def wait() -> T:
             if self._starting == get_ident():
-                raise RuntimeError("expected no finaliser within a collective that waits for a result of this one")
+                raise RuntimeError(
+                    "expected no collective in a __del__ or weakref.finalize callback, got one while this thread "
+                    "started a reduction: free what runs that callback before the backward"
+                )
             with self._lock:
                 self._start_due(second)
             return second.result().wait()

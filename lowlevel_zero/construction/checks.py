@@ -148,7 +148,9 @@ def _check_parameter(p: Tensor, name: str, group: ShardGroup) -> None:
     if not p.is_leaf:
         raise ValueError(f"{name}: expected a leaf tensor, got the result of an operation: pass a torch.nn.Parameter")
     if p.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense parameter, got layout {p.layout}")
+        raise ValueError(
+            f"{name}: expected a dense parameter, got layout {p.layout}: make it dense (to_dense), or freeze it"
+        )
     if is_traceable_wrapper_subclass(p):
         raise TypeError(
             f"{name}: expected a plain tensor, got a {type(p).__name__}, which shards or wraps one by itself: leave "

@@ -120,7 +120,9 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
         _check_key(optimizer, [record], key)
         held = state.get(key)
         if held is None and record.owns_some:
-            raise ValueError(f"{record.name}: expected it to have {key!r}, it has none so far: step it before")
+            raise ValueError(
+                f"{record.name}: expected it to have {key!r}, it has none yet: call optimizer.step() first"
+            )
         if held is not None and is_slice(key, held, record):
             _check_value(value, record, record.p.shape if record.split.owner is None else held.shape)
         elif held is not None:
@@ -285,7 +287,9 @@ def _collective_call(optimizer: ShardedOptimizer, records: Records, call: str) -
     doing = f"{call} of {records[0].name if len(records) == 1 else 'a model'}"
     with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:
         if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(f"{doing}: expected it after backward, got it within one: don't call it in a hook")
+            raise RuntimeError(
+                f"{doing}: expected it after backward, got it within one: call it after the backward, not in a hook"
+            )
         optimizer.step_state.wake_up()
         for record in records:
             record.take_back()
@@ -324,11 +328,17 @@ def _check_value(value: Tensor, record: ShardedParameter, shape: Sequence[int] |
     """Raise unless ``value`` is a floating-point tensor of this ``shape``; None: of the parameter's."""
     expected = tuple(record.p.shape if shape is None else shape)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{record.name}: expected a tensor as its value, got {type(value).__name__}")
+        raise TypeError(
+            f"{record.name}: expected value to be a tensor, got {type(value).__name__}: pass torch.tensor(...)"
+        )
     if not value.is_floating_point():
-        raise TypeError(f"{record.name}: expected a floating-point value, got {value.dtype}: pass value.float()")
+        raise TypeError(
+            f"{record.name}: expected value to be of a floating-point dtype, got {value.dtype}: pass value.float()"
+        )
     if value.shape != expected:
-        raise ValueError(f"{record.name}: expected a value of {expected}, got {tuple(value.shape)}")
+        raise ValueError(
+            f"{record.name}: expected value to be of shape {expected}, got {tuple(value.shape)}: pass all numbers"
+        )
 
 
 def _check_number(value: object, held: object, record: ShardedParameter) -> None:

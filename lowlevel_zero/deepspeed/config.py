@@ -55,7 +55,7 @@ def options_from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -
     for name, enabled in (("fp16", half), ("bf16", brain)):
         SWITCH(f"{name}.enabled", enabled)
     if half and brain:
-        raise ValueError("bf16.enabled: expected one of fp16 and bf16 to be enabled, got both")
+        raise ValueError("bf16.enabled: expected one of fp16 and bf16 to be enabled, got both: disable one")
     options = _chosen(_OPTIONS, given)
     if half:
         if given.get("fp16.loss_scale", 0) != 0:
@@ -178,9 +178,14 @@ def _loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, 
     try:
         loaded = json.loads(Path(config).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{os.fspath(config)}: expected DeepSpeed's JSON: {error}") from error
+        raise ValueError(
+            f"{os.fspath(config)}: expected DeepSpeed's config as JSON, which this file is not ({error}): mend the file"
+        ) from error
     if not isinstance(loaded, dict):
-        raise TypeError(f"{os.fspath(config)}: expected a JSON object, got {type(loaded).__name__}")
+        raise TypeError(
+            f"{os.fspath(config)}: expected DeepSpeed's config, a JSON object of options, got a "
+            f'{type(loaded).__name__}: write the options as {{"key": value}}'
+        )
     return loaded
 
 

@@ -100,7 +100,10 @@ def _groups_by_parameter(
         _check_entry(pg, members, dp)
         for p in members:
             if not isinstance(p, Tensor):
-                raise TypeError(f"{_KEYWORD}: expected lists of parameters, got {type(p).__name__} {p!r:.40} in one")
+                raise TypeError(
+                    f"{_KEYWORD}: expected a list of parameters for each process group, got one that has a "
+                    f"{type(p).__name__}, {p!r:.40}: list nn.Parameters, not their names or modules"
+                )
             if p not in known:
                 raise ValueError(
                     f"{_KEYWORD}: expected parameters of the optimizer, got a {tuple(p.shape)} tensor that it doesn't "
@@ -117,7 +120,10 @@ def _groups_by_parameter(
 def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
     """Raise unless one entry has a list of parameters under a group within the data-parallel one."""
     if not isinstance(members, (list, tuple)):
-        raise TypeError(f"{_KEYWORD}: expected a list of parameters for each group, got {type(members).__name__}")
+        raise TypeError(
+            f"{_KEYWORD}: expected a list of parameters for each process group, got {type(members).__name__}: pass "
+            "{group: [parameters]}"
+        )
     if pg == dist.GroupMember.NON_GROUP_MEMBER:
         if members:
             raise ValueError(
@@ -126,7 +132,10 @@ def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
             )
         return
     if not isinstance(pg, dist.ProcessGroup):
-        raise TypeError(f"{_KEYWORD}: expected process groups as keys, got {type(pg).__name__} {pg!r:.40}")
+        raise TypeError(
+            f"{_KEYWORD}: expected process groups as keys, got {type(pg).__name__} {pg!r:.40}: pass what "
+            "torch.distributed.new_group(ranks) returns"
+        )
     outside = sorted(set(_ranks(pg)) - set(_ranks(dp.group)))
     if outside:
         raise ValueError(

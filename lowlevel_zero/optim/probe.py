@@ -239,11 +239,11 @@ def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float |
     """
     movement, gap = (param - start).abs().amax(), (expected - got).abs()
     if not (movement + gap.amax()).isfinite():
-        raise NoProbe("a probe's parameters became infinite or NaN")
+        raise NoProbe("its steps of small parameters ended in infinity or NaN: is its lr too large?")
     if (gap > _TOLERANCE * movement + _ROUNDINGS * torch.finfo(param.dtype).eps * expected.abs()).any():
         return float(gap.amax() / movement)
     if movement <= _LEAST_MOVEMENT * start.abs().amax():
-        raise NoProbe(f"{len(_SIZES)} steps hardly moved a probe's parameter, which proves nothing")
+        raise NoProbe(f"{len(_SIZES)} of its steps hardly moved small parameters: is its lr 0, or too small?")
     return None
 
 

@@ -129,7 +129,7 @@ def _named_parameters(model: nn.Module | Iterable[Tensor]) -> list[tuple[str, Te
         if not isinstance(p, Tensor):
             raise TypeError(f"model_or_numel: expected a model, parameters or a number, got {type(p).__name__}")
     if not named:
-        raise ValueError("model_or_numel: expected at least one parameter, got none")
+        raise ValueError("model_or_numel: expected at least one parameter, got none: pass a model that has some")
     return named
 
 

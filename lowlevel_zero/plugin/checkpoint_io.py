@@ -247,7 +247,10 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         index = CheckpointIndexFile.from_file(index_file_path)
         groups_file = index.get_param_group_filename()
         if groups_file is None:
-            raise ValueError(f"{index_file_path}: expected an optimizer's index, got one without param_groups")
+            raise ValueError(
+                f"{index_file_path}: expected the index that booster.save_optimizer wrote, got one without "
+                "param_groups, such as a model's: name the optimizer's index file"
+            )
         files, _ = index.get_checkpoint_filenames()
         with optimizer.loading_whole():
             optimizer.whole_state.load_shards(

@@ -19,7 +19,7 @@ from .boosted import BoostedModel
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...] | None]
 
-_OTHER_MODEL = "build the model that was saved, or name another checkpoint"
+_OTHER_MODEL = "the checkpoint is another model's: build the model that was saved, or load another checkpoint"
 
 
 def check_boosted(thing: object, kind: type, word: str) -> None:
@@ -36,7 +36,10 @@ def read_optimizer_file(path: str, kind: type[T]) -> T:
     flat = path.endswith(".safetensors")
     contents = load_flat(path) if flat else torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(contents, kind):
-        raise ValueError(f"{path}: expected an optimizer's {kind.__name__}, got a {type(contents).__name__}")
+        raise ValueError(
+            f"{path}: expected a {kind.__name__} that booster.save_optimizer wrote, got a {type(contents).__name__}: "
+            "name the optimizer's checkpoint"
+        )
     return contents
 
 
@@ -47,7 +50,9 @@ def shapes_in(file: str) -> Shapes:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(values, Mapping):
-        raise ValueError(f"{file}: expected a model's state dict, got a {type(values).__name__}")
+        raise ValueError(
+            f"{file}: expected a model's state dict, got a {type(values).__name__}: name a file of the model"
+        )
     return {str(name): tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
 
 
@@ -58,12 +63,16 @@ def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: 
     for name, shape in expected.items():
         if name not in got:
             if strict:
-                raise ValueError(f"{checkpoint}: expected the model's {name}, found none: {_OTHER_MODEL}")
+                raise ValueError(
+                    f"{checkpoint}: expected a tensor {name}, which the model has, found none: {_OTHER_MODEL}"
+                )
         elif got[name] != shape:
-            raise ValueError(f"{name}: expected {shape}, {checkpoint} has {got[name]}: {_OTHER_MODEL}")
+            raise ValueError(
+                f"{name}: expected the model's shape {shape}, got {got[name]} from {checkpoint}: {_OTHER_MODEL}"
+            )
     surplus = [name for name in got if name not in expected]
     if strict and surplus:
-        raise ValueError(f"{checkpoint}: expected only what the model has, found {surplus[0]}: {_OTHER_MODEL}")
+        raise ValueError(f"{checkpoint}: expected tensors of the model alone, found {surplus[0]}: {_OTHER_MODEL}")
 
 
 # ---- writing ----

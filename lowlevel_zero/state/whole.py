@@ -151,11 +151,13 @@ class WholeState(NamedTuple):
         """
         with together(self.parameters.shard_groups[0], _DOING, _SAVED) as lines:
             if not isinstance(state_dict, Mapping):
-                raise TypeError(f"state_dict: expected an optimizer's state dict, got {type(state_dict).__name__}")
+                raise TypeError(
+                    f"state_dict: expected what optimizer.state_dict() returned, got a {type(state_dict).__name__}"
+                )
             if not {"state", "param_groups"} <= state_dict.keys():
                 raise ValueError(
-                    "state_dict: expected an optimizer's, with 'state' and 'param_groups', "
-                    f"got one with {sorted(map(str, state_dict))[:4]}"
+                    "state_dict: expected what optimizer.state_dict() returned, with the keys 'state' and "
+                    f"'param_groups', got a dict with the keys {sorted(map(str, state_dict))[:4]}"
                 )
             if len(self.parameters.shard_groups) == 1:
                 lines += _described(state_dict)
@@ -309,5 +311,5 @@ def _check_shapes(state: Mapping[str, Any], record: ShardedParameter) -> None:
         if is_other and (record.split.owner is None or key == MASTER):
             raise ValueError(
                 f"{record.name}: expected {key} of its shape {tuple(record.p.shape)}, got {tuple(value.shape)}: "
-                "the state dict is another model's"
+                "the state dict is another model's: build the model that it was saved from, or load another"
             )

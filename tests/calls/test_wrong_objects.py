@@ -221,7 +221,7 @@ OBJECTS = [
         lambda work: work.optimizer.add_param_group({"params": {nn.Parameter(torch.ones(2))}}),
         Refused(TypeError, "ordering of tensors in sets will change between runs. Please use a list instead"),
     ),
-    Wrong("no state dict", lambda work: work.optimizer.load_state_dict(None), Refused(TypeError, "got NoneType")),
+    Wrong("no state dict", lambda work: work.optimizer.load_state_dict(None), Refused(TypeError, "got a NoneType")),
     Wrong(
         "a model's state dict",
         lambda work: work.optimizer.load_state_dict(work.model.state_dict()),

@@ -137,8 +137,8 @@ def test_states_that_would_not_come_back_are_refused_on_all_ranks(rank: int, tmp
 
     calls: Calls = {
         "rank_state['path']: expected what torch.load": lambda: save({"path": tmp_path} if rank else {}),
-        "rank_state: expected a dict, got list": lambda: save(bad),
-        "expected a dict, got list": lambda: load(bad),
+        "rank_state: expected a dict of what this rank keeps, got list": lambda: save(bad),
+        "expected a dict of what this rank keeps, got list": lambda: load(bad),
         ("", "rank_1.pt is not what was written"): lambda: load(state),
         ("", "rank_1.pt"): lambda: load(state, verify=False),
     }

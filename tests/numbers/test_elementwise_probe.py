@@ -249,7 +249,7 @@ def test_a_native_handle_is_not_freed() -> None:
     [
         (Raises, "ZeroDivisionError: the moon is full"),
         (Rests, "hardly moved"),
-        (Explodes, "infinite or NaN"),
+        (Explodes, "infinity or NaN"),
     ],
 )
 def test_what_cannot_be_tried(cls: type[Stranger], told: str) -> None:

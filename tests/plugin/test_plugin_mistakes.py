@@ -85,11 +85,15 @@ BAD_FILES: list[tuple[Mistake, str, str]] = [
     (save_scheduler_to_folder, "IsADirectoryError", "folder"),
     (loading("optimizer", "nothing.pt"), "RuntimeError", "nothing.pt"),
     (loading("model", "folder"), "IsADirectoryError", "folder"),
-    (loading("model", "wider.pt"), "ValueError", "inward.weight: expected (11, 7), "),
-    (loading("model", "less.pt"), "ValueError", "model's again.bias, found none"),
-    (loading("model", "more.pt"), "ValueError", "found more: build the model"),
+    (loading("model", "wider.pt"), "ValueError", "inward.weight: expected the model's shape (11, 7), "),
+    (loading("model", "less.pt"), "ValueError", "expected a tensor again.bias, which the model has, found none"),
+    (loading("model", "more.pt"), "ValueError", "found more: the checkpoint is another model's: build the model"),
     (loading("optimizer", "groups.pt"), "ValueError", OTHER_GROUPS),
-    (loading("optimizer", "wider.pt"), "ValueError", "with 'state' and 'param_groups', got one with ['again.bias'"),
+    (
+        loading("optimizer", "wider.pt"),
+        "ValueError",
+        "with the keys 'state' and 'param_groups', got a dict with the keys ['again.bias'",
+    ),
     (load_other_states, "ValueError", OTHER_SHAPE),
 ]
 

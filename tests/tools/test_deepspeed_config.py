@@ -177,12 +177,12 @@ def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(USUAL))
     assert options_from_deepspeed(path) == options_from_deepspeed(str(path)) == options_from_deepspeed(USUAL)
-    for text, says in (("{", "expected DeepSpeed's JSON"),):
+    for text, says in (("{", "expected DeepSpeed's config as JSON"),):
         path.write_text(text)
         with pytest.raises(ValueError, match=says):
             options_from_deepspeed(path)
     path.write_text("[]")
-    with pytest.raises(TypeError, match="ds.json: expected a JSON object"):
+    with pytest.raises(TypeError, match="ds.json: expected DeepSpeed's config, a JSON object"):
         options_from_deepspeed(path)
     with pytest.raises(FileNotFoundError):
         options_from_deepspeed(tmp_path / "none.json")
