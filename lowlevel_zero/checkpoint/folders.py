@@ -111,7 +111,7 @@ def locate(path: Path) -> Path:
         ValueError: it is a directory, but not a checkpoint of this package.
     """
     if path.is_file():
-        raise NotADirectoryError(f"{path}: expected a checkpoint, which is a directory, got a file")
+        raise NotADirectoryError(f"{path}: expected a checkpoint, which is a directory, got a file: name the directory")
     if (path / MANIFEST).exists():
         return path
     newest = latest(path)

@@ -142,8 +142,8 @@ def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool, unscheduled: C
     left = [name for name in unscheduled if saved.objects.optimizers[name]["scheduler"] is not None]
     if left:
         _log.warning(
-            "load_checkpoint: the checkpoint has the state of %s, which wasn't passed: pass scheduler=..., or the "
-            "learning rate may begin anew",
+            "load_checkpoint: the checkpoint has the state of a learning-rate scheduler, %s, which wasn't passed: pass "
+            "scheduler=..., or its schedule begins anew",
             ", ".join(sorted(called(name, "scheduler") for name in left)),
         )
     left_out = list(saved.manifest.excluded)

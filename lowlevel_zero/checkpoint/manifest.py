@@ -188,7 +188,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     """Build a ``Manifest`` from parsed JSON without its digest; raise ``TypeError`` for a file outside its folder."""
     outside = [name for name in content["files"] if Path(name).name != name]
     if outside:
-        raise TypeError(f"expected names of files in its folder, got {outside[0]}")
+        raise TypeError(f"expected the manifest to list files of its own folder alone, got {outside[0]}")
     parts = {
         "tensors": {name: _tensor(entry) for name, entry in content["tensors"].items()},
         "files": {name: FileSum(*file) for name, file in content["files"].items()},

@@ -49,7 +49,9 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
         )
     for name, optimizer in by_name(given).items():
         if isinstance(given, Mapping) and not isinstance(name, str):
-            raise TypeError(f"optimizer: expected names as keys, got a {type(name).__name__}, {name!r:.40}")
+            raise TypeError(
+                f"optimizer: expected a dict of optimizers by name, got a {type(name).__name__} as key, {name!r:.40}"
+            )
         if not isinstance(optimizer, LowLevelZeroOptimizer):
             raise _not_ours(called(name), optimizer)
         optimizers[name] = optimizer

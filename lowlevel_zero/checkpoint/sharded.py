@@ -118,9 +118,9 @@ class Sharded(Stateful):
         lost = [r.name for r, state in slices.items() if r.name in saved and takes_master(r) and MASTER not in state]
         if lost and self.optimizer.shard_group.group_rank == 0:
             _log.warning(
-                "%s: its fp32 master (and that of %d more) was saved, and isn't loaded, since an fp32 run asks for "
-                "none: it goes on from what 16 bits keep of it. save_checkpoint and load_checkpoint bring masters to "
-                "runs of any dtype",
+                "%s: its fp32 master (and that of %d more) was saved, but isn't loaded, since fp32 parameters have "
+                "no masters here: training goes on from the saved 16-bit values. To train on from the masters, load "
+                "into a model of the saved dtype, save by save_checkpoint, and load that by load_checkpoint",
                 lost[0],
                 len(lost) - 1,
             )

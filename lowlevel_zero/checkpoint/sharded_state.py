@@ -313,9 +313,13 @@ class ShardedState:
             raise ValueError(f"expected {len(expected)} param groups, got {len(got)}: {_REMEDY}")
         for at, (ours, theirs) in enumerate(zip(expected, got, strict=True)):
             for missing in sorted(set(ours) - set(theirs)):
-                raise ValueError(f"{missing}: expected it in param group {at}, which was saved without it: {_REMEDY}")
+                raise ValueError(
+                    f"{missing}: this parameter is in param group {at} here, and wasn't in it when saved: {_REMEDY}"
+                )
             for surplus in sorted(set(theirs) - set(ours)):
-                raise ValueError(f"{surplus}: param group {at} was saved with it, and is without it here: {_REMEDY}")
+                raise ValueError(
+                    f"{surplus}: this parameter was in param group {at} when saved, and isn't in it here: {_REMEDY}"
+                )
 
     def lost(self, settings: Mapping[str, Any], saved: Mapping[str, Collection[str]]) -> list[str]:
         """Return the parameters of these groups that have ``saved`` states but are trained on no rank."""

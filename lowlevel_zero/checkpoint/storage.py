@@ -115,7 +115,9 @@ class CheckpointWriter:
             try:
                 manifest.check_files(self._written, verify=False)
             except ValueError as error:
-                raise RuntimeError(f"{error}; seen from rank 0: all ranks must see the same file system") from error
+                raise RuntimeError(
+                    f"{error}, where rank 0 looked for all ranks' files: save to a file system that all ranks share"
+                ) from error
             write_through(self._written / MANIFEST, manifest.to_text().encode())
             publish(self._written, self._path)
         except Exception as error:  # of whatever type, as in write

@@ -66,7 +66,9 @@ class PlannedRun:
         try:
             self.on_host = torch.device(device).type == "cpu"
         except RuntimeError as error:
-            raise ValueError(f"device: expected a type of device, as in cuda, got {device!r}") from error
+            raise ValueError(
+                f"device: expected a device that torch knows, such as cuda or cpu, got {device!r}"
+            ) from error
         self.bucket_size = options.communication.bucket_size or (HOST_BUCKET if self.on_host else DEVICE_BUCKET)
         if isinstance(model, (int, float)):
             self.shapes = _cut(model, self.bucket_size, options)

@@ -169,7 +169,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         with together(ShardGroup(), "save its adapters"):
             check_boosted(model, BoostedModel, "model")
             if self.coordinator.is_master() and Path(checkpoint).is_file():
-                raise NotADirectoryError(f"{checkpoint}: expected a directory for the adapters, got a file: name one")
+                raise NotADirectoryError(
+                    f"{checkpoint}: expected a directory to save adapters in, got a file: name another"
+                )
         with together(ShardGroup(), "save its adapters"):
             super().save_lora_as_pretrained(model, checkpoint, use_safetensors, state_dict)
 

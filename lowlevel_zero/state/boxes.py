@@ -172,7 +172,10 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
         if func is torch.ops.aten.new_empty.default:
             return boxed.with_local(torch.empty_like(boxed.local, **(kwargs or {})))
         if func.overloadpacket not in _COPYING:
-            raise NotImplementedError(f"expected a copy of a checkpoint's tensor, got {func}: use its to_local()")
+            raise NotImplementedError(
+                f"expected no arithmetic on a tensor of Sharded.state_dict(), got {func}: compute with this rank's "
+                "slice, which its to_local() returns"
+            )
         args = [each.local if isinstance(each, BoxedTensor) else each for each in args]
         result = func(*args, **(kwargs or {}))
         return boxed if func is torch.ops.aten.copy_.default else boxed.with_local(result)

@@ -114,8 +114,8 @@ def test_one_warning_names_schedulers_that_are_not_loaded(rank: int, path: str, 
     with told() as lines:
         load_checkpoint(saved[0] / path, again.model, optimizers)
     name = 1 if path == "list" else "adamw"
-    expected = f"load_checkpoint: the checkpoint has the state of scheduler[{name!r}], which wasn't passed"
-    assert [line[: len(expected)] for line in lines] == [expected] * (rank == 0)
+    expected = f"has the state of a learning-rate scheduler, scheduler[{name!r}], which wasn't passed"
+    assert [expected in line for line in lines] == [True] * (rank == 0)
 
 
 def test_a_checkpoint_of_several_consolidates_and_is_described(
@@ -177,7 +177,9 @@ def test_what_does_not_fit_together_is_refused_by_name_and_changes_nothing(rank:
         "TypeError: optimizer[1]: expected a LowLevelZeroOptimizer, got AdamW": (
             lambda: save([trio.muon, trio.adamw.optim])
         ),
-        "TypeError: optimizer: expected names as keys, got a int, 1": lambda: save({1: trio.muon, 2: trio.adamw}),
+        "TypeError: optimizer: expected a dict of optimizers by name, got a int as key": lambda: save(
+            {1: trio.muon, 2: trio.adamw}
+        ),
         "TypeError: optimizer: expected a LowLevelZeroOptimizer, got list": lambda: save([]),
         "ValueError: optimizer: expected optimizers over the same ranks": lambda: save([trio.muon, apart]),
         f"{schedulers} one scheduler": lambda: save(both, trio.decay),

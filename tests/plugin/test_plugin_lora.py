@@ -153,7 +153,7 @@ def test_mistakes_are_refused_on_every_rank(tmp_path: Path, subtests: pytest.Sub
         after_boosting: "call booster.enable_lora before booster.boost",
         without_adapters: "expected what booster.enable_lora returned, got a LlamaForCausalLM",
         saved_without_adapters: "enable lora before saving",
-        over_a_file: "expected a directory for the adapters, got a file",
+        over_a_file: "expected a directory to save adapters in, got a file",
     }
 
     def rank(rank: int, world_size: int, mistake: Callable[[Booster], None]) -> None:

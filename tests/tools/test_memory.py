@@ -564,7 +564,7 @@ COMMANDS = {
     "--params 7e9 --world-size 0": "--world-size: expected a whole number, at least 1, got '0'",
     "--params 7e9 --world-size 8 --dtype int4": "dtype: expected one of fp32, bf16, fp16, fp64, got 'int4'",
     "--params 7e9 --world-size 8 --stage 3": "--stage: expected 0 (DDP), 1 or 2, got '3'",
-    "--params 7e9 --world-size 8 --device nonsense": "device: expected a type of device, as in cuda, got 'nonsense'",
+    "--params 7e9 --world-size 8 --device nonsense": "device: expected a device that torch knows",
     "--params 7e9 --world-size 8 --link 0bit": "--link: expected a rate of at least 1bit, as in 1Gbit, got '0bit'",
     "--params 7e9 --world-size 8 --bucket-size -1": "--bucket-size: expected a whole number, at least 1, got '-1'",
 }
