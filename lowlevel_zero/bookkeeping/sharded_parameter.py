@@ -161,9 +161,21 @@ class ShardedParameter:
             self._settle()
             self.stepped = True
 
-    @torch.no_grad()
     def _settle(self, keeps_own: bool = True) -> None:
-        """Set each element of ``p32`` to what rounds to ``p``: a saved master's, else its own, else ``p`` itself."""
+        """Set ``p32`` to ``_settled``, and note that the optimizer has written it."""
+        with torch.no_grad():
+            self.master_row.copy_(self._settled(keeps_own))
+        self.note_slice()
+
+    @property
+    def settled_master(self) -> Tensor:
+        """Return ``p32``, or, where ``p`` was written since, what the next step will make of it, in ``p32``'s shape."""
+        is_settled = self.shares_storage or not (self.writes or self.saved_master) or not self.owns_some
+        return self.p32.detach() if is_settled else self.shaped(self._settled())
+
+    @torch.no_grad()
+    def _settled(self, keeps_own: bool = True) -> Tensor:
+        """Return for each element what rounds to ``p``: a saved master's, else ``p32``'s own, else ``p`` itself."""
         wait_for(self.p)
         row = self.row_for_master(self.p32.device, self.row.dtype)
         settled = row.to(self.p32.dtype)
@@ -171,8 +183,7 @@ class ShardedParameter:
         for known in (own, self.saved_master):
             if known is not None:
                 settled = torch.where(_rounds_to(row, known), known.value, settled)
-        self.master_row.copy_(settled)
-        self.note_slice()
+        return settled
 
     def share_again(self) -> None:
         """Let ``p32`` lie over the row again, where an optimizer's step has given it other memory."""
@@ -294,6 +305,14 @@ def follow_edits(records: Iterable[ShardedParameter]) -> None:
     free_each_other(edited)
     for record in edited:
         record.follow_edits()
+
+
+def take_back(records: Iterable[ShardedParameter]) -> None:
+    """Move parameters back over their storages that the caller has moved, with their values. Doesn't communicate."""
+    moved = [record for record in records if record.p.data_ptr() != record.address]
+    free_each_other(moved)
+    for record in moved:
+        record.take_back()
 
 
 def free_each_other(edited: Iterable[ShardedParameter]) -> None:

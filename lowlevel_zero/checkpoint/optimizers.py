@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
@@ -33,6 +33,11 @@ def group_of(given: Any) -> ShardGroup:
     if not ours:
         raise _not_ours("optimizer", given)
     return ours[0].shard_group
+
+
+def has_written(optimizers: Iterable[LowLevelZeroOptimizer]) -> bool:
+    """Return whether this rank's caller has written one of their parameters since the ranks agreed last."""
+    return any(record.writes for each in optimizers for record in each.sharded_parameters)
 
 
 def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..communication.agreement import together
+from ..communication.agreement import Alike, together
 from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
@@ -30,13 +30,23 @@ from .contents import Contents
 from .folders import check_target, prune
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed, saved_bytes
-from .optimizers import Name, Optimizers, check_optimizers, check_rank_state, check_schedulers, group_of, names_text
+from .optimizers import (
+    Name,
+    Optimizers,
+    check_optimizers,
+    check_rank_state,
+    check_schedulers,
+    group_of,
+    has_written,
+    names_text,
+)
 from .plan import Keys, Share, name_of
 from .storage import CheckpointWriter
 
 _log = logging.getLogger("lowlevel_zero")
 
 _ALIGNMENT = 64  # bytes
+_SAVES = Alike("the same path, model and optimizers", "pass them alike; a relative path starts in one directory on all")
 
 
 def save_checkpoint(
@@ -53,10 +63,10 @@ def save_checkpoint(
 ) -> Saving:
     """Save model, optimizer, scheduler and ``extra`` to the directory ``path``; every rank calls it, between steps.
 
-    Each rank writes its own slices, by ``torch.distributed.checkpoint``. The checkpoint is written beside ``path`` and
-    renamed when all of it is on the disk. Nothing that was there before is replaced or removed, but for what ``keep``
-    says, and what saves have left that were broken off. All ranks must see the same file system. Names are the model's
-    own, whatever wraps it or modules in it.
+    Each rank writes its own slices, in the format of ``torch.distributed.checkpoint``. The checkpoint is written beside
+    ``path`` and renamed when all of it is on the disk. Nothing that was there before is replaced or removed, but for
+    what ``keep`` says, and what saves have left that were broken off. All ranks must see the same file system. Names
+    are the model's own, whatever wraps it or modules in it.
 
     Args:
         path: the checkpoint, as in ``"run/step-100"``, where nothing is yet, or an empty directory.
@@ -88,12 +98,12 @@ def save_checkpoint(
         ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
             in their arguments.
         FileExistsError, NotADirectoryError: something is at ``path``.
-        RuntimeError: another rank's error, or files could not be written, now or by the asynchronous save before; the
-            message has the reason.
+        RuntimeError: another rank's error, weights that some ranks alone have written since the last step, or files
+            that could not be written, now or by the asynchronous save before; the message has the reason.
     """
     group = group_of(optimizer)
     doing = f"save a checkpoint to {path}"
-    with together(group, doing) as lines:
+    with together(group, doing, _SAVES) as lines:
         target = Path(os.path.abspath(path))
         finish_last(group)
         _check_keep(keep)
@@ -104,9 +114,12 @@ def save_checkpoint(
         for each in optimizers.values():
             each.refuse_undefined("save_checkpoint")
         contents = Contents(model, optimizers)
-        lines += [f"path {path}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
+        lines.marked = has_written(optimizers.values())
+        lines += [f"path {target}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [names_text(optimizers, "optimizer"), *contents.lines()]
         saving = Saving(target)
+    for each in optimizers.values() if lines.marked else ():
+        each.guard.refuse_uneven(doing, each.sharded_groups)
     contents.meet(doing, exclude_frozen)
     with together(group, doing) as lines:
         share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)

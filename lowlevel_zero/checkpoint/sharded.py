@@ -35,6 +35,7 @@ from ..state.loading import (
     warn_of_lost_states,
 )
 from .objects import packed, unpacked
+from .optimizers import has_written
 from .sharded_state import ShardedState
 
 _log = logging.getLogger("lowlevel_zero")
@@ -68,13 +69,14 @@ class Sharded(Stateful):
     def state_dict(self) -> StateDict:
         """Broadcast the model's buffers; return the state to save or load into, zeros where none is yet. Communicates.
 
-        Slices share memory with the optimizer's. Edited parameters are copied into masters first. On every
-        rank the model's persistent buffers become those of the first rank that shares them, as DDP makes them before
-        a forward: torch saves each of ``model.state_dict()``'s tensors from any rank.
+        Slices share memory with the optimizer's. Where parameters have been written, masters are what the next step
+        makes of them. On every rank the model's persistent buffers become those of the first rank that shares them, as
+        DDP makes them before a forward: torch saves each of ``model.state_dict()``'s tensors from any rank.
 
         Raises (on all ranks):
             TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
             ValueError: a state's name has a dot in it, or the model has another parameter of a trained one's name.
+            RuntimeError: some ranks alone have written weights since the last step.
         """
         _share_buffers(self.optimizer)
         sharded = _state_of(self.optimizer)
@@ -154,9 +156,12 @@ def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
     by_group: list[dict[Tensor, str]] = [{} for _ in store.shard_groups]
     for each, name in names.items():
         by_group[store.shard_group_of(each)][each] = name
-    with together(optimizer.shard_group, _GIVE):
+    with together(optimizer.shard_group, _GIVE) as lines:
         optimizer.refuse_undefined("Sharded.state_dict")
         _check_trained(names, store)
+        lines.marked = has_written([optimizer])
+    if lines.marked:
+        optimizer.guard.refuse_uneven(_GIVE, optimizer.sharded_groups)
     with together(optimizer.shard_group, _GIVE):  # ranks of one group don't know what came of another's
         shares = zip(store.shard_groups, by_group, strict=True)
         run_each(partial(_share, ranks, own, optimizer.device) for ranks, own in shares)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..bookkeeping.bucket_plan import PlanState
-from ..bookkeeping.sharded_parameter import ShardedParameter, follow_edits
+from ..bookkeeping.sharded_parameter import ShardedParameter, take_back
 from ..bookkeeping.storages import flat_in_memory_order
 from ..loss_scaler import check_loss_scale
 from ..optim.quantised import block_size, is_scale, quantised_state, scales_of, stored_state
@@ -65,8 +65,8 @@ class ShardedState:
     ``BoxedTensor`` of the parameter's shape. What hasn't (a step counter) is the same on every rank, and whole.
     Settings are the same on all ranks, and tell of all ranks' experts.
 
-    When it is made, gathers are over, and masters follow what others wrote into parameters. Before it is used, ``meet``
-    is called, on all ranks.
+    When it is made, gathers are over, and parameters that the caller has moved lie in their storages again. Before it
+    is used, ``meet`` is called, on all ranks.
 
     Attributes:
         present: the names of the states that are tensors, masters among them, of all ranks' parameters.
@@ -74,7 +74,7 @@ class ShardedState:
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
         optimizer.finish_gathers()
-        follow_edits(optimizer.sharded_parameters)
+        take_back(optimizer.sharded_parameters)
         self._optimizer = optimizer
         self._optim = optimizer.optim
         self._former: dict[ShardedParameter, State] = {}  # the states that ``load`` has replaced

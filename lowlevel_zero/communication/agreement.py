@@ -60,7 +60,7 @@ _EDITED = (
 _WRITTEN = (
     "{}: expected weights to be written on every rank or on none since the last step, and equally often, got {}: write "
     "the same values on all ranks (model.load_state_dict on each, or broadcast them from one), or load a checkpoint by "
-    "lowlevel_zero.checkpoint.load_checkpoint, and call step again"
+    "lowlevel_zero.checkpoint.load_checkpoint, and make the call again"
 )
 
 
@@ -203,14 +203,24 @@ def is_raised_by_all(error: BaseException, group: ShardGroup, since: int) -> boo
     return bool(name == group.group.group_name and agreed > since)
 
 
+class Lines(list[str]):
+    """Lines that must be alike on all ranks.
+
+    Attributes:
+        marked: the body may set it on one rank; afterwards it tells, on all, whether any rank has.
+    """
+
+    marked = False
+
+
 @contextmanager
-def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[list[str]]:
+def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[Lines]:
     """Run the body on every rank; if it raises on one, or their lines differ, all ranks raise. Communicates.
 
     The body communicates on all ranks alike, whatever it raises, or not at all; it may be nested. It fills the list of
     lines that must be alike.
     """
-    lines: list[str] = []
+    lines = Lines()
     error: Exception | None = None
     entered = moment()
     try:
@@ -222,7 +232,7 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[l
             raise  # all ranks have raised there: agreeing once more, this one would wait for nobody
         error = raised
     try:
-        agree(group, lines, error, doing, alike)
+        lines.marked = agree(group, lines, error, doing, alike, SyncProgress(lacks=lines.marked)).lacks
     finally:
         error = None  # as in agree
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from operator import is_
 
 import torch
@@ -15,8 +16,10 @@ from ..bookkeeping.module_names import own_names
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter, free_each_other
 from ..bookkeeping.step_state import StepState
-from ..communication.agreement import UnevenWrites, raised_by_all
+from ..communication.agreement import SyncProgress, UnevenWrites, agree, raised_by_all, together
+from ..communication.failed_ranks import run_each
 from ..communication.shard_group import ShardGroup
+from ..sharded_group import ShardedGroup
 from ..streams import Streams
 from .verification import difference
 
@@ -128,6 +131,24 @@ class Guard:
         for record in written.values():
             record.version = -1
         self.edited += [record for record in written.values() if record not in self.edited]
+
+    def refuse_uneven(self, doing: str, groups: Sequence[ShardedGroup]) -> None:
+        """Raise on all ranks if some have written weights, and others haven't the same values. Communicates.
+
+        Args:
+            doing: the call that the ranks make, in words.
+            groups: the optimizer's parameters by the ranks that share them.
+        """
+        with together(self._parameters.shard_groups[0], doing):
+            run_each(partial(self._refuse_uneven, doing, each) for each in groups)
+
+    def _refuse_uneven(self, doing: str, group: ShardedGroup) -> None:
+        """Raise on all ranks of ``group`` as ``refuse_uneven`` does. Communicates."""
+        written = [(record.name, record.writes) for record in group.records if record.writes]
+        try:
+            agree(group.group, None, None, doing, progress=SyncProgress(written=written))
+        except UnevenWrites as uneven:
+            self.check_same_values(uneven, group.records, group.group)
 
     def follow_edits(self) -> None:
         """Copy edited parameters into their masters, and moved ones back to their storages. Doesn't communicate."""

@@ -234,7 +234,7 @@ def _places(parameters: ParameterStore) -> dict[Tensor, int]:
 def with_master(state: State, record: ShardedParameter) -> State:
     """Return ``state`` as a new dict, plus any master more precise than ``p`` if there is state or was a step."""
     kept = (state or record.stepped) and record.keeps_more
-    return {**state, MASTER: record.p32.detach()} if kept else dict(state)
+    return {**state, MASTER: record.settled_master} if kept else dict(state)
 
 
 def _whole_state(

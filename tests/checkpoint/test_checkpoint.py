@@ -171,6 +171,20 @@ def test_saving_changes_nothing_and_edits_of_weights_are_saved(rank: int, way: s
     check_same([two, two], [one, three])
 
 
+@on_ranks(2, WAYS)
+def test_other_weights_are_saved_for_a_moment_and_masters_keep_their_low_bits(
+    rank: int, way: str, tmp_path: Path
+) -> None:
+    """Averaged weights are put in the parameters' place, saved, and taken out again."""
+    one, two = (BF16.start().train(BEFORE, rank, 2) for _ in range(2))
+    own = [p.detach().clone() for p in one.model.parameters()]
+    with torch.no_grad():
+        torch._foreach_mul_(list(one.model.parameters()), 0.5)
+        save_by(way, tmp_path / way, one.model, one.optimizer)
+        torch._foreach_copy_(list(one.model.parameters()), own)
+    check_same(one.train(AFTER, rank, 2).whole(), two.train(AFTER, rank, 2).whole())
+
+
 @on_ranks(3)
 def test_a_group_of_some_ranks_saves_and_loads(rank: int, tmp_path: Path) -> None:
     """Not all ranks, and without the first."""

@@ -258,6 +258,22 @@ def test_a_replaced_layer_is_refused_by_name(rank: int, tmp_path: Path) -> None:
             assert expected in told
 
 
+@on_ranks(2, ("checkpoint", "torch's"))
+def test_weights_that_one_rank_alone_has_written_are_not_saved(rank: int, way: str, tmp_path: Path) -> None:
+    model, optimizer = frozen_later(0)
+    with torch.no_grad():
+        if rank == 1:
+            model[1].weight.fill_(7.0)
+        told = refused(lambda: save_by(way, tmp_path / way, model, optimizer))
+        assert "1.weight: expected weights to be written on every rank or on none" in told
+        assert not (tmp_path / way).exists()
+        model[1].weight.fill_(7.0)
+        if rank == 0:
+            model[1].weight.fill_(7.0)  # more often, and the same values
+    save_by(way, tmp_path / f"{way}, alike", model, optimizer)
+    train(model, optimizer)
+
+
 # Other classes of optimizers
 
 
