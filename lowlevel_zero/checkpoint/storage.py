@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -26,8 +27,8 @@ _Told: TypeAlias = tuple[dict[str, FileSum], str | None]  # a rank's files, and 
 class CheckpointWriter:
     """Writes a checkpoint beside ``path``; the first rank of ``group`` renames it when all ranks have written.
 
-    Each rank writes its ``share``. The ``token``, 16 hexadecimal digits, is the same on all, and so is the
-    ``manifest``, which the first rank writes with the files' sizes and checksums.
+    Each rank writes its ``share``. The ``token``, 16 hexadecimal digits, is the same on all. The first rank writes its
+    ``manifest``, with the files' sizes and checksums.
     """
 
     def __init__(self, path: Path, token: str, group: ShardGroup, manifest: Manifest, share: Share) -> None:
@@ -63,10 +64,20 @@ class CheckpointWriter:
                 raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}{_AGAIN}") from failed
         finally:
             for each in claimed:
-                if self._rank == 0:
-                    shutil.rmtree(self._written, ignore_errors=True)  # unless it has been put in its place
+                self._clear()
                 each.close()
         return self._path
+
+    def _clear(self) -> None:
+        """Remove what this rank has written, and the folder from the first rank; nothing if it is in its place."""
+        if self._rank == 0:
+            shutil.rmtree(self._written, ignore_errors=True)
+            return
+        for name in (TENSORS.format(self._rank), *self._share.files):
+            with suppress(OSError):
+                (self._written / name).unlink()
+        with suppress(OSError):  # others' files are in it; or it is another folder than the first rank's
+            self._written.rmdir()
 
     def write_share(self, claimed: list[IO[bytes]]) -> dict[str, FileSum]:
         """Lock the folder, write this rank's files, and return their checksums; the lock is added to ``claimed``."""
@@ -116,7 +127,8 @@ class CheckpointWriter:
                 manifest.check_files(self._written, verify=False)
             except ValueError as error:
                 raise RuntimeError(
-                    f"{error}, where rank 0 looked for all ranks' files: save to a file system that all ranks share"
+                    f"rank 0 doesn't find in {self._written} what all ranks have written: save to a file system that "
+                    "all ranks share"
                 ) from error
             write_through(self._written / MANIFEST, manifest.to_text().encode())
             publish(self._written, self._path)

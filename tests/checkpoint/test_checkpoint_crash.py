@@ -146,6 +146,24 @@ def test_a_failure_of_the_last_rename_leaves_nothing(rank: int, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@on_ranks(2, (0, 1))
+def test_a_rank_that_can_not_begin_to_write_leaves_nothing_and_the_next_save_succeeds(
+    rank: int, unlucky: int, tmp_path: Path
+) -> None:
+    claim, pair, run = storage.claim, linear(), tmp_path / f"{unlucky}"
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    if rank == unlucky:
+        patch_rank(storage, "claim", fail)
+    told = refused(lambda: save_checkpoint(run / "a", *pair))
+    assert f"rank {unlucky}: OSError: [Errno 24] Too many open files: mend that, and save again" in told
+    patch_rank(storage, "claim", claim)
+    save_checkpoint(run / "a", *pair)
+    assert names_in(run) == {"a"}
+
+
 def fail_to_sync(folder: Path, number: int) -> None:
     """Let this process fail to sync the directory ``folder`` with the error of this number."""
     fsync, there = os.fsync, folder.stat()
