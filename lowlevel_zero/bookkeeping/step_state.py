@@ -19,8 +19,8 @@ _LOST = (
 )
 
 _UNDEFINED = (
-    "expected parameters and states that every rank has stepped to the end, but this rank has failed in the midst "
-    "of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
+    "expected parameters and states that every rank has stepped or loaded to the end, but this rank has failed in the "
+    "midst of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
 )
 # Calls that may be made with undefined parameters.
 TO_ZEROS = "zero_grad(set_to_none=False)"

@@ -47,7 +47,8 @@ def consolidate(
         ValueError: the checkpoint is damaged, or has a dtype that safetensors doesn't have, or experts of the same
             name.
         FileExistsError: ``out`` exists.
-        OSError: a file can't be read or written. After any error ``out`` is unchanged.
+        OSError: a file can't be read or written. After any error ``out`` is as it was, unless the first
+            of two files has replaced a former one when the second can't.
     """
     refuse_existing(out, force)
     library = _safetensors()
@@ -74,7 +75,7 @@ def consolidate(
 
     try:
         _save_model(library, _model(checkpoint, read), written / MODEL)
-        torch.save(_optimizers(checkpoint, read), written / OPTIMIZER)
+        _save_optimizers(_optimizers(checkpoint, read), written / OPTIMIZER)
         os.chmod(written / MODEL, (written / OPTIMIZER).stat().st_mode)  # safetensors' is for its owner alone
         for name in (MODEL, OPTIMIZER):
             sync(written / name)
@@ -193,6 +194,14 @@ def _safetensors() -> Any:
         return importlib.import_module("safetensors")
     except ImportError as error:
         raise ImportError("consolidate writes a safetensors file: pip install safetensors") from error
+
+
+def _save_optimizers(contents: object, path: Path) -> None:
+    """Write what ``torch.load`` gives back to ``path``; raise ``OSError`` where torch can't write it."""
+    try:
+        torch.save(contents, path)
+    except RuntimeError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 def _save_model(library: Any, tensors: dict[str, Tensor], path: Path) -> None:

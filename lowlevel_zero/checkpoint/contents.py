@@ -186,6 +186,8 @@ class Contents:
     def check_same(self, checkpoint: SavedCheckpoint, schedulers: Mapping[Name, Any]) -> None:
         """Raise ``ValueError`` unless the checkpoint is one of this model, its optimizers and their ``schedulers``."""
         self._check_same_model(checkpoint.manifest)
+        for state in sorted(self.extra_states.keys() ^ checkpoint.objects.model.keys()):
+            raise ValueError(self._one_sided(state, state in self.extra_states, checkpoint.manifest))
         for name, settings in checkpoint.objects.optimizers.items():
             try:
                 self.states_of[name].check(settings, {})
@@ -199,9 +201,7 @@ class Contents:
         """Raise ``ValueError`` if names, shapes, ties or kinds of dtype differ, or a left-out tensor is trained."""
         saved = {**manifest.tensors, **manifest.excluded}
         for name in sorted(self.saved.keys() ^ saved.keys()):  # ranks have experts in different orders
-            one, other = ("model", "checkpoint") if name in self.saved else ("checkpoint", "model")
-            remedy = _SHARE_ALIKE if self.experts or manifest.experts else _BUILD_ANEW
-            raise ValueError(f"{name}: the {one} has it, the {other} doesn't: {remedy}")
+            raise ValueError(self._one_sided(name, name in self.saved, manifest))
         for name in saved:
             ours, theirs = self.saved[name], saved[name]
             if ours.shape != theirs.shape:
@@ -216,6 +216,12 @@ class Contents:
         for name in sorted(self.tied.keys() ^ manifest.tied.keys()):
             here, there = ("model", "checkpoint") if name in self.tied else ("checkpoint", "model")
             raise ValueError(f"{name}: shared with another name in the {here}, not in the {there}: {_BUILD_ANEW}")
+
+    def _one_sided(self, name: str, is_here: bool, manifest: Manifest) -> str:
+        """Return the error message for a name that the model has and the checkpoint hasn't, or the other way round."""
+        one, other = ("model", "checkpoint") if is_here else ("checkpoint", "model")
+        remedy = _SHARE_ALIKE if self.experts or manifest.experts else _BUILD_ANEW
+        return f"{name}: the {one} has it, the {other} doesn't: {remedy}"
 
     # ---- loading ----
 

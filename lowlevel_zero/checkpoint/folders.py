@@ -89,15 +89,17 @@ def _newest_first(found: Iterable[Found]) -> Iterator[tuple[Path, str]]:
 
 
 def on_first_rank(group: ShardGroup, look: Callable[[], T]) -> T:
-    """Call ``look`` on the first rank, and share its result, ``OSError`` or ``ValueError`` with all. Communicates."""
+    """Call ``look`` on the first rank, and return its result on all, or raise its error on all. Communicates."""
     seen: Any = None
     if group.group_rank == 0:
         try:
             seen = look()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             seen = error
-    answer: T | OSError | ValueError = group.all_gather_object(seen)[0]
-    if isinstance(answer, (OSError, ValueError)):
+        except Exception as error:  # of whatever type, which might not travel: the others wait
+            seen = RuntimeError(f"{type(error).__name__}: {error}")
+    answer: T | Exception = group.all_gather_object(seen)[0]
+    if isinstance(answer, Exception):
         raise answer
     return answer
 

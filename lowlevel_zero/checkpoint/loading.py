@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..bookkeeping.step_state import Damage
 from ..communication.agreement import together
 from ..layout.text import counted, ranks_text
+from ..optimizer import LowLevelZeroOptimizer
 from ..state.loading import all_or_nothing, warn_of_lost_states
 from .contents import Contents
 from .folders import locate, on_first_rank
@@ -62,7 +65,7 @@ def load_checkpoint(
     Returns:
         The ``extra`` that was saved.
 
-    All ranks raise alike, and nothing has been changed then.
+    All ranks raise alike, and nothing has been changed then, unless a file that was checked can't be read to its end.
 
     Raises:
         TypeError: the model or an optimizer is of another type.
@@ -97,9 +100,10 @@ def load_checkpoint(
         contents.load_objects(saved, schedulers, undo)
     for each in optimizers.values():
         each.zero_grad()
-    with together(group, doing):
-        contents.read(saved)
-    contents.gather(saved.objects)
+    with _damaging(optimizers.values()):
+        with together(group, doing):
+            contents.read(saved)
+        contents.gather(saved.objects)
     warn_of_lost_states(group, contents.lost(saved))
     run_of(group, optimizers, saved.manifest.runs, saved.manifest.serial)
     if rank_state is not None:
@@ -108,6 +112,17 @@ def load_checkpoint(
     if group.group_rank == 0:
         _tell(saved, group.ranks, rank_state is not None, optimizers.keys() - schedulers.keys())
     return saved.objects.extra
+
+
+@contextmanager
+def _damaging(optimizers: Collection[LowLevelZeroOptimizer]) -> Iterator[None]:
+    """Note on this rank, if the body raises, that parameters are undefined: each later call asks for a checkpoint."""
+    try:
+        yield
+    except Exception as error:  # of whatever type: a part of the checkpoint has been loaded
+        for each in optimizers:
+            each.step_state.failure.note(error, Damage.PARAMETERS)
+        raise
 
 
 def read_rank_state(path: str | os.PathLike[str], rank: int) -> dict[str, Extra]:

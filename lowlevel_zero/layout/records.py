@@ -32,7 +32,8 @@ class ParameterLayout:
         group: the index of its param group.
         process_group: the global ranks that share it, in the order of their slices.
         everywhere: the bytes that each of these ranks holds of it, owner or not.
-        own: the bytes that a rank holds of it beside these, since it owns a slice.
+        own: the bytes that a rank holds of it beside these, since it owns a slice. The states of a parameter that
+            another rank owns whole aren't known here, and count as nothing.
         bucket: the number of its bucket; None: an empty parameter has none, and a checkpoint's buckets are unknown.
         offset: the first column of its slice in the bucket's row.
     """
@@ -159,7 +160,7 @@ class Layout:
 
     @property
     def totals(self) -> dict[int, int]:
-        """Return the bytes that each global rank holds of all parameters together."""
+        """Return the bytes that each global rank holds of all parameters together, as far as ``own`` of each tells."""
         found = dict.fromkeys(self.ranks, 0)
         for p in self.parameters:
             owner = p.split.owner

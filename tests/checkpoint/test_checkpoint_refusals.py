@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -108,6 +110,7 @@ def test_what_can_not_be_read_to_its_end_raises_on_all_ranks_and_another_load_me
     pair, other = (Training().start().train(steps, rank, 2) for steps in (AFTER, BEFORE))
     told = refused(partial(load_checkpoint, garbled, pair.model, pair.optimizer, verify=False))
     assert "hold a part of it by now, so load a checkpoint before going on" in told
+    assert "load a checkpoint" in refused(lambda: save_checkpoint(tmp_path / "half", pair.model, pair.optimizer))
     for each in (pair, other):
         load_checkpoint(saved, each.model, each.optimizer)
     check_same(other.whole(), pair.whole())
@@ -212,7 +215,11 @@ def test_another_model_is_refused_by_the_first_name_that_differs(rank: int, save
         flat["params"] = [p for p in flat["params"] if p is not model.one]
         return [deep, flat, none]
 
+    def stateful(model: Any) -> None:
+        model.counter = Keeping(1)
+
     cases: list[tuple[Callable[[Any], None], str]] = [
+        (stateful, "counter._extra_state: the model has it, the checkpoint doesn't"),
         (surplus, "added: the model has it, the checkpoint doesn't"),
         (missing, "frozen.bias: the checkpoint has it, the model doesn't"),
         (reshaped, r"frozen.bias: expected (1, 5), the checkpoint has (5,)"),
@@ -246,9 +253,15 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(rank: int, t
     with_schedule = linear()
     with_schedule[1].param_groups[0]["schedule"] = schedule_of
     unknown: Any = None if rank else path
+    unknown_everywhere: Any = None
 
     def save(to: Path = path, model: Any = model, optimizer: Any = optimizer, **options: Any) -> None:
         save_checkpoint(to, model, optimizer, **options)
+
+    def save_from_another_directory() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "getcwd", lambda: f"/{rank}")
+            save(Path("a"))
 
     calls: Calls = {
         "TypeError: extra: expected what torch.load(weights_only=True) takes": lambda: save(extra=Path("x")),
@@ -259,6 +272,8 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(rank: int, t
         "ValueError: model: expected the parameters that the optimizer trains": lambda: save(model=nn.Linear(2, 2)),
         "TypeError: optimizer: expected a LowLevelZeroOptimizer, got AdamW": lambda: save(optimizer=bare),
         "TypeError: model: expected a torch.nn.Module": lambda: save(model=optimizer),
+        "TypeError: expected str, bytes or os.PathLike": lambda: latest(unknown_everywhere, group=dist.group.WORLD),
+        "ValueError: expected the same path, model and optimizers": save_from_another_directory,
         "ValueError: keep: expected a number of checkpoints": lambda: save(keep=0),
         "RuntimeError: expected the same call on every rank, got rank 0 to save a checkpoint to": (
             lambda: save(tmp_path / f"rank{rank}")
