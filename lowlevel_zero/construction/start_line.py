@@ -1,8 +1,9 @@
 """The start line: one log line about each new optimizer, which is shown even if logging isn't set up.
 
-Python shows INFO records nowhere by default. Where the program has set up no logging, the line goes to stderr; else the
-program's handlers and levels decide. The environment variable ``LOWLEVEL_ZERO_LOG`` sets the level of the package's
-logger: "warning" leaves the line out.
+Python shows INFO records nowhere by default, and warnings without a word of where they are from. Where the program has
+set up no logging, the line and warnings go to stderr under the package's name; else the program's handlers and levels
+decide. The environment variable ``LOWLEVEL_ZERO_LOG`` sets the level of the package's logger: "warning" leaves the
+line out.
 """
 
 from __future__ import annotations
@@ -23,12 +24,30 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 _log = logging.getLogger("lowlevel_zero")
 
 
-def set_level() -> None:
-    """Set the level of the package's logger from ``LOWLEVEL_ZERO_LOG``, if that is set.
+class _ToStderr(logging.Handler):
+    """Writes records to stderr under the package's name, as long as the program has set up no logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, unless other handlers get it."""
+        if not _is_set_up() and logging.lastResort is not None:
+            level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+            named = logging.makeLogRecord({"msg": f"{record.name}: {level}{record.getMessage()}"})
+            logging.lastResort.emit(named)  # to what is stderr by now
+
+
+def _is_set_up() -> bool:
+    """Return whether the program has a handler of its own for the package's records."""
+    return bool(logging.root.handlers) or not all(isinstance(each, _ToStderr) for each in _log.handlers)
+
+
+def set_up() -> None:
+    """Show records on stderr where no logging is set up, from the level on that ``LOWLEVEL_ZERO_LOG`` names.
 
     Raises:
         ValueError: the variable is no level.
     """
+    if not any(isinstance(each, _ToStderr) for each in _log.handlers):
+        _log.addHandler(_ToStderr())
     level = os.environ.get(VARIABLE, "")
     if level and level.lower() not in _LEVELS:
         raise ValueError(f"{VARIABLE}: expected one of {', '.join(_LEVELS)}, got {level!r}")
@@ -69,16 +88,11 @@ def log_start(optimizer: Sharded) -> None:
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """Send INFO records of the body to stderr, unless the program has set up logging."""
-    if _log.hasHandlers() or _log.level > logging.INFO:
-        yield
-        return
-    level, handler = _log.level, logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    _log.addHandler(handler)
-    _log.setLevel(logging.INFO)
+    """Let INFO records of the body be shown on stderr, unless the program has set up logging."""
+    level = _log.level
+    if not _is_set_up() and level <= logging.INFO:
+        _log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        _log.removeHandler(handler)
         _log.setLevel(level)

@@ -96,35 +96,40 @@ def shown(rank: int, world_size: int, set_up: Callable[[], object]) -> str:
         set_up()
         model = nn.Linear(4, 3)
         LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=2)
-    assert logging.getLogger("lowlevel_zero").handlers == []
+        if rank == 1:
+            logging.getLogger("lowlevel_zero").warning("told")
     return written.getvalue()
 
 
 def by_environment(level: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOWLEVEL_ZERO_LOG", level)
-        start_line.set_level()
+        start_line.set_up()
 
 
-SET_UPS: dict[str, tuple[Callable[[], object], bool]] = {
-    "nobody": (lambda: None, True),
-    "a level in the environment": (lambda: by_environment("warning"), False),
-    "a level that shows it": (lambda: by_environment("INFO"), True),
-    "a level of the logger": (lambda: logging.getLogger("lowlevel_zero").setLevel(logging.ERROR), False),
-    "warnings alone": (lambda: logging.basicConfig(level=logging.WARNING), False),
-    "everything": (lambda: logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s"), True),
-    "nothing": (lambda: logging.disable(logging.INFO), False),
+PREFIXED, BARE, BY_ROOT = "lowlevel_zero: warning: told\n", "lowlevel_zero: told\n", "WARNING:lowlevel_zero:told\n"
+# How logging is set up, whether the start line is seen, and what a warning looks like.
+SET_UPS: dict[str, tuple[Callable[[], object], bool, str]] = {
+    "nobody": (lambda: None, True, PREFIXED),
+    "a level in the environment": (lambda: by_environment("warning"), False, PREFIXED),
+    "a level that shows it": (lambda: by_environment("INFO"), True, PREFIXED),
+    "a level of the logger": (lambda: logging.getLogger("lowlevel_zero").setLevel(logging.ERROR), False, ""),
+    "warnings alone": (lambda: logging.basicConfig(level=logging.WARNING), False, BY_ROOT),
+    "everything": (lambda: logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s"), True, BARE),
+    "nothing": (lambda: logging.disable(logging.INFO), False, PREFIXED),
 }
 
 
-def test_the_start_line_is_seen_unless_who_sets_up_logging_decides_otherwise(subtests: pytest.Subtests) -> None:
+def test_the_start_line_and_warnings_are_seen_unless_who_sets_up_logging_decides_otherwise(
+    subtests: pytest.Subtests,
+) -> None:
     def each(rank: int, world_size: int, name: str) -> str:
         return shown(rank, world_size, SET_UPS[name][0])
 
     for (name,), ran in run_cases(each, 2, [(name,) for name in SET_UPS], one_group=True):
         with subtests.test(name):
-            is_seen = SET_UPS[name][1]
-            assert ran.values() == [LINE.format("shared memory of one host") if is_seen else "", ""]
+            _, is_seen, warning = SET_UPS[name]
+            assert ran.values() == [LINE.format("shared memory of one host") if is_seen else "", warning]
 
 
 def test_a_level_that_there_is_not() -> None:

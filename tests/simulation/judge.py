@@ -373,7 +373,10 @@ class Judge:
                 for ways in each.ways
             )
             return Expectation(may=self.program.carrier == "nccl" and begun_apart)
-        if name == "save":  # compares contents alone
+        if name == "save":  # compares contents and writes alone
+            seen = part.written_apart(seen=True)
+            if seen and not part.settings_differ():
+                return Expectation((_names(seen),))
             return Expectation(may=part.settings_differ() or bool(part.written_apart()))
         drops_must, drops_may = part.drops_differ()
         if name == "load":  # it clears all gradients, whichever have been cleared or edited before
