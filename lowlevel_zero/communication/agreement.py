@@ -312,7 +312,7 @@ def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> 
     return RuntimeError(
         "expected the same call on every rank, got "
         + "; ".join(f"rank {rank} to {call}" for rank, call in zip(ranks, calls, strict=True))
-        + ": let every rank make the same calls in the same order, none of them under «if rank == 0», and begin the "
-        "step anew with optimizer.zero_grad() on all"
+        + ": let every rank make the same calls in the same order, with as many batches on each and none of the calls "
+        "under «if rank == 0», and begin the step anew with optimizer.zero_grad() on all"
         + (f"{clip}lowlevel_zero.clip_grad_norm_" if NORMS in [each.name for each in statements] else "")
     )
