@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch.distributed import get_process_group_ranks
 
-from .failed_ranks import LostRank, listed_ranks, run_each
+from .failed_ranks import SAME_CALLS, LostRank, listed_ranks, run_each
 from .shard_group import ShardGroup
 
 T = TypeVar("T", bound=BaseException)
@@ -312,7 +312,6 @@ def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> 
     return RuntimeError(
         "expected the same call on every rank, got "
         + "; ".join(f"rank {rank} to {call}" for rank, call in zip(ranks, calls, strict=True))
-        + ": let every rank make the same calls in the same order, with as many batches on each and none of the calls "
-        "under «if rank == 0», and begin the step anew with optimizer.zero_grad() on all"
+        + f": {SAME_CALLS}, and begin the step anew with optimizer.zero_grad() on all"
         + (f"{clip}lowlevel_zero.clip_grad_norm_" if NORMS in [each.name for each in statements] else "")
     )

@@ -15,6 +15,11 @@ from .backends.backend import PeerError
 from .process_groups import context_of, default_group
 from .runtime import runtime
 
+# The remedy where ranks make different calls, or wait in vain for one.
+SAME_CALLS = (
+    "let every rank make the same calls in the same order, with as many batches on each and none of the calls under "
+    "«if rank == 0»"
+)
 _REMEDY = (
     "If that rank ran out of batches, give every rank the same number (drop_last=True, or a sampler that pads), or end "
     "together: docs/training.md shows a loop that ends on all ranks when one has no batch left. If it left this call "

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from .backends.backend import PeerError
-from .failed_ranks import LostRank, lost_rank_error
+from .failed_ranks import SAME_CALLS, LostRank, lost_rank_error
 from .process_groups import GroupContext
 from .work import Work
 
@@ -193,8 +193,7 @@ class Progress:
         missing = f". {self.missing}" if self.missing else ""
         return (
             f"{called(sys._getframe())}: every rank calls it, and this one has waited in vain for the {collective}: "
-            f"{why}{missing}: let every rank make the same calls in the same order, none of them under «if rank == 0», "
-            "also a rank that has no batch left"
+            f"{why}{missing}: {SAME_CALLS}"
         )
 
     def queued(self) -> list[Collective]:

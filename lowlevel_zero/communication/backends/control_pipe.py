@@ -144,7 +144,7 @@ class ControlPipe:
             missing -= self._received.get(key, {}).keys()
             if missing.intersection(ended):
                 raise TransportError(
-                    f"expected gradients or parameters of rank {self._names[min(missing.intersection(ended))]}, whose "
+                    f"expected the part of rank {self._names[min(missing.intersection(ended))]}, whose "
                     "process has ended"
                 )
             if missing:
@@ -152,7 +152,7 @@ class ControlPipe:
                 deadline = now + timeout if deadline is None else deadline
                 if self._threads.broken_off or now > deadline:
                     ranks = f"ranks {[self._names[place] for place in sorted(missing)]}"
-                    raise TransportError(f"expected gradients or parameters of {ranks} within {timeout:g} s")
+                    raise TransportError(f"expected the part of {ranks} within {timeout:g} s")
         return self._received.pop(key)
 
 
