@@ -312,14 +312,9 @@ class ShardedState:
         if len(got) != len(expected):
             raise ValueError(f"expected {len(expected)} param groups, got {len(got)}: {_REMEDY}")
         for at, (ours, theirs) in enumerate(zip(expected, got, strict=True)):
-            for missing in sorted(set(ours) - set(theirs)):
-                raise ValueError(
-                    f"{missing}: this parameter is in param group {at} here, and wasn't in it when saved: {_REMEDY}"
-                )
-            for surplus in sorted(set(theirs) - set(ours)):
-                raise ValueError(
-                    f"{surplus}: this parameter was in param group {at} when saved, and isn't in it here: {_REMEDY}"
-                )
+            for name in sorted(set(ours) ^ set(theirs)):
+                one, other = ("here", "when saved") if name in ours else ("when saved", "here")
+                raise ValueError(f"{name}: param group {at} has this parameter {one}, and not {other}: {_REMEDY}")
 
     def lost(self, settings: Mapping[str, Any], saved: Mapping[str, Collection[str]]) -> list[str]:
         """Return the parameters of these groups that have ``saved`` states but are trained on no rank."""

@@ -225,7 +225,7 @@ def test_another_model_is_refused_by_the_first_name_that_differs(rank: int, save
         (reshaped, r"frozen.bias: expected (1, 5), the checkpoint has (5,)"),
         (untied, "layers.3.weight: the model has it, the checkpoint doesn't"),
         (integer, "frozen.bias: expected int64, the checkpoint has float32"),
-        (moved, "one: this parameter is in param group 0 here, and wasn't in it when saved"),
+        (moved, "one: param group 0 has this parameter here, and not when saved"),
     ]
 
     for change, expected in cases:
