@@ -256,10 +256,8 @@ def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
     current = all(each.live() is not None and each.is_current for each in sharded)
     if given.get("dim") is not None or given.get("keepdim") or not order > 0 or not current:
         return _read(func, args, kwargs)
-    norms: dict[ShardedParameter, Tensor] = {}
-    for gradients, records in _by_optimizer(sharded).items():
-        norms |= zip(records, gradients.norms(records, order), strict=True)
-    ours = (norms[_edited(each)[0]] for each in sharded)
+    norms = {gradients: iter(gradients.norms(some, order)) for gradients, some in _by_optimizer(sharded).items()}
+    ours = (next(norms[_edited(each)[1]]) for each in sharded)
     ours = ours if dtype is None else (norm.to(dtype) for norm in ours)
     if not listed:
         return next(ours)

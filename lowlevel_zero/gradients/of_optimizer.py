@@ -46,7 +46,8 @@ class OptimizerGradients:
     def norms(self, records: Sequence[ShardedParameter], norm_type: float) -> list[Tensor]:
         """Return the norm of each whole gradient, averaged and unscaled, 0-d. Communicates unless it is known.
 
-        One collective brings all norms, which are kept until gradients change. With experts it raises ``RuntimeError``.
+        One collective brings all norms, which are kept until gradients change; the caller gets copies, and may write to
+        them. With experts it raises ``RuntimeError``.
         """
         self._check(norm_type)
         if self._calls.has_experts:
@@ -67,7 +68,7 @@ class OptimizerGradients:
                 own = torch.stack(list(group.gradients.norms(norm_type, self._dtype)))
                 self._known[norm_type] = list(self._together(own, norm_type).unbind())
         known = self._known[norm_type]
-        return [known[record.index] for record in records]
+        return list(torch._foreach_mul([known[record.index] for record in records], 1.0))
 
     def _refuse_late(self, without: Iterable[ShardedParameter]) -> None:
         """Raise ``RuntimeError`` if a parameter ``without`` a gradient has got one by finishing the reductions."""

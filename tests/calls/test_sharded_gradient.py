@@ -74,6 +74,22 @@ def one_collective(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
+def norms_are_the_caller_s(rank: int, world_size: int) -> None:
+    """Who has added to what he was given gets the same norms again."""
+    model, optimizer = sharded(rank)
+    gradients: Any = [p.grad for p in model.parameters()]
+    expected = [g.clone().norm() for g in gradients]
+    for _ in range(2):
+        norms = [g.norm() for g in gradients]
+        torch.testing.assert_close(norms, expected)
+        norms[0] += norms[1]
+        norms = torch._foreach_norm([*gradients, gradients[0]])
+        torch.testing.assert_close([*norms], [*expected, expected[0]])
+        torch._foreach_zero_(norms[:1])
+        torch.testing.assert_close(norms[-1], expected[0])
+    optimizer.step()
+
+
 def copies(rank: int, world_size: int) -> None:
     """Models are copied, saved, and averaged as they are."""
     model, optimizer = sharded(rank)
@@ -406,6 +422,7 @@ def slices_before_a_backward(rank: int, world_size: int) -> None:
 USES = [
     looks,
     one_collective,
+    norms_are_the_caller_s,
     copies,
     the_optimizer_goes,
     old_gradients,
