@@ -196,6 +196,13 @@ class OptimizerGradients:
         """Return whether no gradient has come, or been assigned to a slice, since the ranks finished reductions."""
         return self._state.complete and not any(map(is_slice_edited, records))
 
+    def is_unchanged(self, record: ShardedParameter, since: tuple[int, ...]) -> bool:
+        """Return whether no gradient has come or changed since ``versions`` was ``since``.
+
+        Versions alone wouldn't do: they go up when a reduction ends, which it does sooner on one rank than on another.
+        """
+        return self._is_finished([record]) and self.versions == since
+
     @property
     def versions(self) -> tuple[int, ...]:
         """Return a tuple that changes whenever a gradient changes."""

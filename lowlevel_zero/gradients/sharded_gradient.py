@@ -269,8 +269,9 @@ class DetachedGradient(ShardedGradient):
 
     @property
     def is_current(self) -> bool:
-        """Return whether no gradient of the optimizer has changed since ``p.grad`` was detached."""
-        return not self._of._retired and self._at == self.held()[1].versions
+        """Return whether no gradient of the optimizer has come or changed since ``p.grad`` was detached."""
+        record, gradients = self.held()
+        return not self._of._retired and gradients.is_unchanged(record, self._at)
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
         """Finish reductions, write the changes to ``p.grad``, and keep its new values. Communicates."""

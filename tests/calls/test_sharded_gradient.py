@@ -10,6 +10,7 @@ import gc
 import io
 import pickle
 import re
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -356,6 +357,36 @@ def detached_values(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
+def detached_values_after_a_later_backward(rank: int, world_size: int) -> None:
+    """The ranks make the same calls, whether a reduction has ended on one of them or not."""
+    model, optimizer = sharded(rank)
+    weight: Any = model[0].weight
+
+    def under_no_sync() -> None:
+        with optimizer.no_sync():
+            optimizer.backward(loss_at(model, 1, rank))
+
+    def assigned_to_a_slice() -> None:
+        optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
+
+    later: list[Callable[[], None]] = [
+        under_no_sync,
+        assigned_to_a_slice,
+        lambda: optimizer.backward(loss_at(model, 1, rank)),
+        lambda: loss_at(model, 1, rank).backward(),
+    ]
+    for run in later:
+        kept, whole = weight.grad.detach(), weight.grad.clone()
+        if rank:
+            time.sleep(0.05)  # the first rank has begun to read by then, without its sum
+        run()
+        assert torch.equal(kept.clone(), whole)
+        torch.testing.assert_close(kept.norm(), whole.norm())
+        assert not torch.equal(weight.grad.clone(), whole)
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+
+
 def in_a_hook(rank: int, world_size: int) -> None:
     """A hook that runs behind the reduction's start would edit what is reduced later, or nothing."""
     uses: tuple[Callable[[Any], Any], ...] = (lambda p: p.grad.mul_(0.5), lambda p: p.grad.norm())
@@ -433,6 +464,7 @@ USES = [
     a_handle_is_kept,
     nobody_keeps_a_handle,
     detached_values,
+    detached_values_after_a_later_backward,
     in_a_hook,
     within_ddp,
     by_hand,
