@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,10 @@ _HARMLESS = frozenset(
     ]
 )
 
-_waits: dict[Tensor, Callable[[], None]] = {}
+# Waits for a parameter's values; given True, on the host too, where else a device's stream may wait for them alone.
+_Wait: TypeAlias = Callable[[bool], None]
+
+_waits: dict[Tensor, _Wait] = {}
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
@@ -57,6 +60,7 @@ class AwaitedParameter(nn.Parameter):
         for p in awaited:
             wait_for(p)
         if func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            wait_for(args[0], on_host=True)
             return nn.Parameter(args[0])  # for a class of tensors it wants detach to return that class
         if awaited and next(_awaited_in([args, kwargs]), None) is None:  # others may be of a class of their own
             return func(*args, **kwargs)
@@ -65,17 +69,17 @@ class AwaitedParameter(nn.Parameter):
 
     def as_subclass(self, cls: type[_Tensor]) -> _Tensor:
         """Wait for the new values, and return a view of them as ``cls``."""
-        wait_for(self)
+        wait_for(self, on_host=True)
         return self.as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Wait for the new values, and return a copy of them."""
-        wait_for(self)
+        wait_for(self, on_host=True)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Wait for the new values, and pickle them."""
-        wait_for(self)
+        wait_for(self, on_host=True)
         return self.__reduce_ex__(protocol)
 
 
@@ -88,8 +92,8 @@ def can_be_awaited(parameters: Iterable[Tensor]) -> bool:
     return not unnoticed and all(type(p) is nn.Parameter for p in parameters)
 
 
-def defer_until_read(parameters: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    """Make ``parameters`` call ``wait`` before they are read; ``wait`` has to call ``arrived``."""
+def defer_until_read(parameters: Iterable[Tensor], wait: _Wait) -> None:
+    """Make ``parameters`` call ``wait`` before they are read; it has to call ``arrived``, at once if given True."""
     _let_compiler_wait()
     for p in parameters:
         _waits[p] = wait
@@ -103,13 +107,16 @@ def arrived(parameters: Iterable[Tensor]) -> None:
             p.__class__ = nn.Parameter
 
 
-def wait_for(p: Tensor) -> None:
-    """Wait until ``p`` may be read; returns at once if it isn't awaited."""
+def wait_for(p: Tensor, on_host: bool = False) -> None:
+    """Wait until ``p`` may be read; returns at once if it isn't awaited.
+
+    ``on_host``: until it is an ordinary parameter. Else the current stream waits, and others have yet to.
+    """
     wait = _waits.get(p)
     if wait is not None:
         # A mode of the reader's (FakeTensorMode, a default device) isn't meant for what we do.
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            wait()
+            wait(on_host)
 
 
 def _awaited_in(values: Any) -> Iterator[AwaitedParameter]:

@@ -56,8 +56,8 @@ class Gather:
     awaited: bool  # readers of the parameters wait for them; else the step waits
     _written: Mark | None = None
 
-    def finish_gather(self) -> None:
-        """Wait until the rows are in place for the current stream; may be called again.
+    def finish_gather(self, on_host: bool = False) -> None:
+        """Wait until the rows are in place for the current stream, or ``on_host`` for all; may be called again.
 
         A reader on another stream has to wait too: until the device has written them they stay awaited. An error is
         raised once, and leaves parameters undefined. A fork of this process can't finish the gather: each read raises.
@@ -76,8 +76,8 @@ class Gather:
             for record in self.records:
                 record.version = record.p._version
         if self._written is not None:
-            self._written.wait()
-            if self._written.query():
+            (self._written.synchronize if on_host else self._written.wait)()
+            if on_host or self._written.query():
                 self.forget()
 
     @torch.no_grad()

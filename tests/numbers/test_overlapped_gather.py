@@ -17,6 +17,7 @@ from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping import gather_store
 from lowlevel_zero.bookkeeping.awaited import AwaitedParameter
 from lowlevel_zero.bookkeeping.sharded_parameter import ShardedParameter
+from lowlevel_zero.streams import Mark, Streams
 from tests.support.on_ranks import on_ranks
 
 
@@ -111,6 +112,29 @@ def test_whoever_reads_a_parameter_gets_its_new_values(rank: int, reader: str) -
         optimizer._force_wait_all_gather()
         torch.testing.assert_close(seen, layer.weight.detach(), rtol=1e-6, atol=1e-6)
         optimizer.zero_grad()
+
+
+class Unreached(Mark):
+    """A point that the device has yet to reach when the host asks."""
+
+    def query(self) -> bool:
+        return False
+
+
+@on_ranks(2, READERS)
+def test_readers_before_the_device_has_written(rank: int, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameter stays awaited, since readers on other streams have to wait too, unless the host itself waits."""
+    monkeypatch.setattr(Streams, "mark", lambda streams: Unreached())
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3)
+    optimizer = stepped(layer)
+    seen = READERS[reader](layer)
+    assert seen is layer.weight or type(seen) in (nn.Parameter, Tensor)
+    copying = ("deep copy", "a pickle", "another", "an average")
+    assert (type(layer.weight) is nn.Parameter) == any(word in reader for word in copying)
+    optimizer._force_wait_all_gather()
+    assert type(layer.weight) is nn.Parameter
+    torch.testing.assert_close(seen.detach(), layer.weight.detach(), rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(2)
