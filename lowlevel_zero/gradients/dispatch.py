@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import chain
 from typing import Any, TypeAlias, TypeGuard
 
@@ -214,7 +214,9 @@ def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     one = factor.numel() == 1 and not _is_sharded(factor) if isinstance(factor, Tensor) else factor != 0
     if kwargs or not one or not sharded or any(each.live() is None for each in sharded):
         return _by_elements(func, args, kwargs)
-    factor = factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
+    if isinstance(factor, Tensor):  # in 16 bits a reciprocal would lose digits, or be inf
+        dtypes = (each.dtype for each in (factor, *sharded))
+        factor = factor.detach().reshape(()).to(reduce(torch.promote_types, dtypes, torch.float32))
     factor = 1.0 / factor if name_of(func).endswith("div_") else factor
     return _change_together(func, args, kwargs, partial(GradientStore.multiply, factor=factor))
 

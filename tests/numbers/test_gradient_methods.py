@@ -322,6 +322,27 @@ def test_an_operator_in_place_on_its_data(rank: int) -> None:
     assert [p[0].item(), q[0].item()] == [-4.0, -6.0]
 
 
+FACTORS = [torch.tensor(value, dtype=kind) for kind in (torch.float16, torch.bfloat16) for value in (3.0, 1e-5, 5e4)]
+
+
+@on_ranks(3, product(FACTORS, (torch.float32, torch.float64)))
+def test_a_factor_of_16_bits_costs_no_digits(rank: int, factor: Tensor, dtype: torch.dtype) -> None:
+    p = nn.Parameter(torch.zeros(4, dtype=dtype))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([p], lr=1.0))
+    edits: list[Callable[[Any], object]] = [
+        lambda g: torch._foreach_div_([g], factor),
+        lambda g: g.mul_(factor),
+        lambda g: g.div_(factor.view(1)),
+    ]
+    for edit in edits:
+        optimizer.backward((p * torch.arange(4, dtype=dtype)).sum() / 3)
+        expected = torch.arange(4, dtype=dtype) / 3
+        edit(p.grad)
+        edit(expected)
+        torch.testing.assert_close(p.grad.clone(), expected)  # type: ignore[union-attr]
+        optimizer.zero_grad()
+
+
 @on_ranks(2, covering(*[(False, True)] * 3))
 def test_a_gradient_that_was_cleared_is_no_earlier_one_of_a_frozen_slice(
     rank: int, plain: bool, other: bool, clears: bool
