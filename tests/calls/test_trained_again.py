@@ -182,6 +182,20 @@ def over_slices(rank: int, world_size: int) -> None:
     steps(Together(rank), model, later, range(2))
 
 
+def over_slices_of_one_that_is_gone(rank: int, world_size: int) -> None:
+    """It would step these, and never the model."""
+    model = net()
+    own = momentum(model)
+    LowLevelZeroOptimizer(own, model=model)
+    for sharded in (own, torch.optim.SGD(own.param_groups[0]["params"], lr=0.1)):
+        with pytest.raises(TypeError, match="expected a plain optimizer, got SGD .* wrap each optimizer once"):
+            LowLevelZeroOptimizer(sharded)
+    own.param_groups[0]["params"] = list(model.parameters())
+    own.state.clear()
+    steps(Together(rank), model, LowLevelZeroOptimizer(own, model=model), range(2))
+    steps(Together(rank), model, LowLevelZeroOptimizer(momentum(model), model=model), range(2))
+
+
 CHECKS = [
     whatever_is_asked_of_a_retired_optimizer_raises,
     it_gives_hooks_gradients_slices_states_and_memory_back,
@@ -189,6 +203,7 @@ CHECKS = [
     a_refused_construction,
     within_a_backward,
     over_slices,
+    over_slices_of_one_that_is_gone,
 ]
 
 
