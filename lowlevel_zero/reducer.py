@@ -348,6 +348,7 @@ class Reducer:
             call = call._replace(error=call.error or error)
         agreed = self._compare(call, self._gradients.leftovers(touched) if completes else [], assigned)
         self._state.agreed = True
+        self._state.failure.mend(Damage.CALL)  # whatever ended an earlier one, the ranks are in the same call again
         self.syncs.catch_up(agreed.syncs, completes)
         present = self._unused.exchange_presence().wait() if agreed.lacks else None
         self.syncs.finish()
@@ -387,7 +388,7 @@ class Reducer:
         """
         # Where gradients become None, whatever has been cleared is cleared with the others.
         self.agree_on_syncs(call, touched=() if call.name == "zero_grad" else None)
-        self._state.failure.mend(Damage.CALL | Damage.GRADIENTS)
+        self._state.failure.mend(Damage.GRADIENTS)
         self._state.failure.deferred = None
         self._keeps_some = False
         self._group.progress.micro_batch = 0

@@ -39,14 +39,14 @@ class Damage(Flag):
 class Failure:
     """The damage that errors have done on this rank; the ranks tell each other at their next agreement."""
 
-    damage: Damage = field(default=Damage(0))  # how far it goes; nothing: all is well
-    words: str = ""  # the first error, for messages; empty: there was none
+    causes: dict[Damage, str] = field(default_factory=dict)  # the damage there is, with the first error that did it
     deferred: Exception | None = None  # leaves the call under way as soon as this rank has done what its peers wait for
 
     def note(self, error: BaseException | None, damage: Damage = Damage.CALL) -> None:
         """Record that ``error`` has ended a call, or has done ``damage``."""
-        self.damage |= damage
-        self.words = self.words or f"{type(error).__name__}: {error}"
+        for each in Damage:
+            if each in damage:
+                self.causes.setdefault(each, f"{type(error).__name__}: {error}")
 
     def defer(self, error: BaseException) -> None:
         """Record that ``error`` has cost gradients, and keep it for ``raise_deferred``; raise an interrupt at once."""
@@ -63,16 +63,19 @@ class Failure:
 
     def mend(self, damage: Damage) -> None:
         """Clear ``damage``, which all ranks have repaired."""
-        self.damage &= ~damage
-        if not self.damage:
-            self.words = ""
+        self.causes = {each: cause for each, cause in self.causes.items() if each not in damage}
+
+    @property
+    def words(self) -> str:
+        """Return the first error that did damage there is, for messages; empty if all is well."""
+        return next(iter(self.causes.values()), "")
 
     def refusal(self, call: str, uses_gradients: bool) -> RuntimeError | None:
         """Return the error that keeps this rank from making ``call`` because of earlier damage, or None."""
-        if Damage.PARAMETERS in self.damage and call not in _RECOVERIES:
-            return RuntimeError(_UNDEFINED.format(self.words))
-        if uses_gradients and Damage.GRADIENTS in self.damage:
-            return RuntimeError(_LOST.format(self.words))
+        if Damage.PARAMETERS in self.causes and call not in _RECOVERIES:
+            return RuntimeError(_UNDEFINED.format(self.causes[Damage.PARAMETERS]))
+        if uses_gradients and Damage.GRADIENTS in self.causes:
+            return RuntimeError(_LOST.format(self.causes[Damage.GRADIENTS]))
         return None
 
 

@@ -230,7 +230,7 @@ DRAWN = [
     Mistake.of(
         "a step is taken with what an error has left of the gradients",
         "bookkeeping/step_state.py",
-        "        if uses_gradients and Damage.GRADIENTS in self.damage:",
+        "        if uses_gradients and Damage.GRADIENTS in self.causes:",
         "        if False:",
         51,
     ),

@@ -22,7 +22,7 @@ def told(call: Callable[[], Any]) -> str:
     """What leaves a call on this rank, if anything does."""
     try:
         call()
-    except (RuntimeError, ArithmeticError) as error:
+    except (RuntimeError, ValueError, ArithmeticError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -72,6 +72,46 @@ def test_no_step_is_taken_after_a_backward_that_raised_on_one_rank(carrier: Carr
     for text in (own[7], other[7]):
         assert "rank 1 to zero_grad, after a call that failed there (ArithmeticError: no gradient today)" in text
     assert own[8] == other[8] == ""
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_errors_that_are_over_are_no_causes(carrier: Carrier) -> None:
+    """Neither of what is lost later, nor of calls that differ later."""
+
+    def job(rank: int) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+
+        def fail(_: Tensor) -> None:
+            raise ArithmeticError("no gradient today")
+
+        def step(lr: float = 0.1) -> None:
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+
+        def backward() -> None:
+            model.zero_grad()
+            optimizer.backward(model(X[rank]).square().mean())
+
+        def step_apart() -> None:
+            step(0.1 + rank)
+
+        def failing() -> None:
+            if rank == 1:
+                model.weight.register_hook(fail)
+            backward()
+
+        last = optimizer.zero_grad if rank == 1 else step
+        calls = [backward, step_apart, step, backward, last, optimizer.zero_grad, backward, step_apart, failing, step]
+        return list(map(told, calls))
+
+    own, other = texts_of(job, carrier)
+    for texts in (own, other):
+        assert "expected the same settings" in texts[1]
+        assert texts[2] == texts[3] == ""
+        assert "rank 1 to zero_grad:" in texts[4]
+        assert "lost some on this rank to an error before (ArithmeticError: no gradient today)" in texts[9]
 
 
 class FailingOnce(torch.optim.SGD):
