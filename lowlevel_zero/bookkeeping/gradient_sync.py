@@ -198,7 +198,10 @@ class GradientSyncs:
         return PlanState(plan.order, plan.came, repeats, self.unused.detecting) if plan.order else None
 
     def restore_plan(self, state: PlanState | None) -> None:
-        """Follow a saved bucket plan, or learn one if None; forget damage to parameters. Gradients must be cleared."""
+        """Follow a saved bucket plan, or learn one if None; forget damage to parameters. No sync may be under way.
+
+        Gradients may stay: to sums in buckets of the former plan, later ones are added parameter by parameter.
+        """
         self._state.failure.mend(Damage.PARAMETERS)
         order, came, repeats, detecting = state or PlanState([], 0, [], False)
         self.buckets.repeats = set(repeats)
