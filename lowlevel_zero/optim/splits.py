@@ -171,7 +171,7 @@ def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int], dt
     """Return the split that an optimizer's class needs, by name or by probes; raise ``TypeError`` if neither fits."""
     if is_elementwise(optimizer):
         return BY_ELEMENTS
-    by_elements = listed.reason if listed else probe_elements(optimizer, dtypes)
+    by_elements = listed.reason if listed else probe_elements(optimizer, dims, dtypes)
     if by_elements is None:
         return BY_ELEMENTS
     refused = listed is not None and not listed.by_parameters

@@ -146,6 +146,17 @@ def DecayOfMatrices(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
 
 
 @directed
+def ScaledIfTall(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    """As Muon does."""
+    return g.sign() * max(1, len(p) / p.shape[1]) ** 0.5 if p.ndim == 2 else g.sign()
+
+
+@directed
+def CentralisedIfWide(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    return adam(state, g - g.mean() if p.ndim == 2 and len(p) < p.shape[1] else g)
+
+
+@directed
 def RowsWithoutGradientsRest(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
     rows = g.flatten(1) if g.ndim > 1 else g[None]
     worked = rows.any(1)
@@ -213,6 +224,7 @@ STRANGERS_THAT_ARE_NOT = [
     *(ScaledByNorms, RowsAndColumns, OrthogonalMatrices, Quantised, QuantisedOf2048),
     *(QuantisedWhereDivisible, QuantisedWhereDivisibleBy128, LargeAreScaled),
     *(CentralisedKernels, ClippedByRms, DecayOfMatrices, RowsWithoutGradientsRest),
+    *(ScaledIfTall, CentralisedIfWide),
     *(ClippedByGlobalNorm, ClippedByLargeGlobalNorm, Noisy, NoisyInPython),
     SparesTheWeightsDirection,
 ]
@@ -229,6 +241,18 @@ def test_strangers_that_are_not(cls: type[Stranger]) -> None:
         assert choose_splits(optimizer) == ["parameters"]
     assert choose_splits(optimizer, "elements") == ["elements"]
     assert choose_splits(optimizer, "parameters") == ["parameters"]
+
+
+@pytest.mark.parametrize("dim", [3, 5, 7])
+def test_a_rule_for_as_many_dimensions_as_a_parameter_has_is_found(dim: int) -> None:
+    @directed
+    def CentralisedByDimension(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+        return adam(state, g - g.mean() if p.ndim == dim else g)
+
+    others = [*matrix(), torch.nn.Parameter(torch.ones(4))]
+    assert choose_splits(CentralisedByDimension(others)) == ["elements"]
+    kernel = torch.nn.Parameter(torch.ones((2,) * dim))
+    assert choose_splits(CentralisedByDimension([*others, kernel])) == ["parameters"]
 
 
 @pytest.mark.parametrize("chosen", ["elements", None])
