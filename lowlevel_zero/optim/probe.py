@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from .trials import LARGE, refuse_communication, step, undisturbed
-from .twins import NoProbe, kinds_to_try, twin, unlike_settings
+from .trials import LARGE, LARGE_LR, refuse_communication, step, undisturbed
+from .twins import LR, NoProbe, kinds_to_try, twin, unlike_settings
 
 # Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
 Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[list[Tensor]]]
@@ -53,13 +53,15 @@ _OWNED_DIFFER = (
 class _Trial(NamedTuple):
     """Parameters that fresh optimizers step, and the parts of them that others step, which must come out the same.
 
-    There are as many parameters of each kind. With ``drops`` every second one has no gradient in one step.
+    There are as many parameters of each kind. With ``drops`` every second one has no gradient in one step. The kinds'
+    learning rate is ``lr``.
     """
 
     shapes: Sequence[tuple[int, ...]]
     gradients: Gradients
     cut: Callable[[Tensor], Tensor] | None = None  # returns the slice of a tensor; None: two ranks own parameters
     drops: bool = False
+    lr: float = LR
 
 
 def probe_elements(
@@ -76,7 +78,10 @@ def probe_elements(
     small = _Trial((*_SMALL, *unusual), _lasting, _last_slice)
     # Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     large = [_Trial(_SHAPES, each, _first_slice) for each in (_lasting, _orthogonal, outward, inward)]
-    return _tried(optimizer, *large, small) or _of_dtypes(optimizer, small, dtypes)
+    found = _tried(optimizer, *large, small)
+    with suppress(NoProbe):  # by a class without decay, of which nothing moves
+        found = found or _difference(optimizer, small._replace(gradients=_still, lr=LARGE_LR))
+    return found or _of_dtypes(optimizer, small, dtypes)
 
 
 def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
@@ -162,7 +167,7 @@ class _Comparison:
 
     def __init__(self, optimizer: Optimizer, trial: _Trial, dtype: torch.dtype = torch.float32) -> None:
         self._trial, self._dtype = trial, dtype
-        self._generator, kinds = torch.Generator().manual_seed(0), kinds_to_try(optimizer)
+        self._generator, kinds = torch.Generator().manual_seed(0), kinds_to_try(optimizer, trial.lr)
         self._starts = [(0.02 * _randn(shape, self._generator)).to(dtype) for _ in kinds for shape in trial.shapes]
 
         def part(cut: Callable[[Tensor], Tensor] | None = None) -> _Part:
@@ -209,6 +214,8 @@ class _Comparison:
                 gap = _gap(expected, own, param, start)
                 if gap is not None:
                     return (_SLICES_DIFFER if cut else _OWNED_DIFFER).format(tuple(param.shape), gap)
+        if any(map(_rested, whole.params, self._starts)):
+            raise NoProbe(f"{len(_SIZES)} of its steps hardly moved small parameters: is its lr 0, or too small?")
         states = _states_apart((*self._parts, whole)) if cut else _states_of_some(whole)
         key = next(filter(None, self._unlike), None)
         setting = f"it sets {key!r} of its param groups, which wouldn't be alike on all ranks" if key else None
@@ -239,16 +246,20 @@ def _gap(expected: Tensor, got: Tensor, param: Tensor, start: Tensor) -> float |
     """Return how far two results differ, as a share of ``param``'s movement; None if by roundings alone.
 
     Raises:
-        NoProbe: the parameter hardly moved, or became infinite or NaN, which proves nothing.
+        NoProbe: the parameter became infinite or NaN, which proves nothing.
     """
     movement, gap = (param - start).abs().amax(), (expected - got).abs()
     if not (movement + gap.amax()).isfinite():
         raise NoProbe("its steps of small parameters ended in infinity or NaN: is its lr too large?")
     if (gap > _TOLERANCE * movement + _ROUNDINGS * torch.finfo(param.dtype).eps * expected.abs()).any():
         return float(gap.amax() / movement)
-    if movement <= _LEAST_MOVEMENT * start.abs().amax():
-        raise NoProbe(f"{len(_SIZES)} of its steps hardly moved small parameters: is its lr 0, or too small?")
     return None
+
+
+@torch.no_grad()
+def _rested(param: Tensor, start: Tensor) -> bool:
+    """Return whether a parameter hardly moved, which proves nothing."""
+    return bool((param - start).abs().amax() <= _LEAST_MOVEMENT * start.abs().amax())
 
 
 # ---- states ----
@@ -328,6 +339,12 @@ def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[
             if grad.dim():
                 _first_slice(grad).mul_(number % 5 != 3)
         yield grads
+
+
+def _still(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Yield gradients of zeros, beside which weight decay is the whole movement, however small it is."""
+    for _ in _SIZES:
+        yield [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
 
 
 def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:

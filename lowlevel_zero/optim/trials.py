@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .twins import NoProbe, Options, fresh, kinds_to_try, own_options, twin, unlike_settings, with_one_each
 
 LARGE = (16, 12, 5, 4, 3, 2)  # a shape of as many dimensions as a parameter has
-_LARGE_LR = 0.1  # by which decay that comes with it isn't lost to rounding
+LARGE_LR = 0.1  # by which decay that comes with it isn't lost to rounding
 # Steps with gradients, and then without. Slow weights are updated in every second to tenth step, seldom later, and some
 # are made in the first of these.
 _USED, _UNUSED = 11, 100
@@ -126,7 +126,7 @@ def writes_without_gradients(optimizer: Optimizer) -> bool:
     """
     with suppress(NoProbe), undisturbed():
         torch.manual_seed(0)
-        kinds = kinds_to_try(optimizer, _LARGE_LR)
+        kinds = kinds_to_try(optimizer, LARGE_LR)
         params: list[Tensor] = [torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(2 * len(kinds))]
         other = twin(optimizer, kinds, params)
         for number in range(_USED + _UNUSED):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 Options: TypeAlias = dict[str, Any]
 
-_LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
+LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
 _MEMBERS = ("params", "param_names")  # of param groups, beside their settings
 _PLAIN = (bool, int, float, str, NoneType)
 
@@ -143,7 +143,7 @@ def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
 # ---- kinds of parameters ----
 
 
-def kinds_to_try(optimizer: Optimizer, lr: float = _LR) -> list[Kind]:
+def kinds_to_try(optimizer: Optimizer, lr: float = LR) -> list[Kind]:
     """Return examples of each kind of parameters; parameters that differ only in numbers or names are of one kind.
 
     A kind's examples are the first, and those with the least and the largest of each number that differs: a threshold

@@ -146,6 +146,11 @@ def DecayOfMatrices(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
 
 
 @directed
+def LittleDecayOfMatrices(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    return g + 1e-5 * p if p.ndim > 1 else g
+
+
+@directed
 def ScaledIfTall(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
     """As Muon does."""
     return g.sign() * max(1, len(p) / p.shape[1]) ** 0.5 if p.ndim == 2 else g.sign()
@@ -223,7 +228,7 @@ THAT_LOOK_AROUND = (ClippedByGlobalNorm, ClippedByLargeGlobalNorm, Noisy, NoisyI
 STRANGERS_THAT_ARE_NOT = [
     *(ScaledByNorms, RowsAndColumns, OrthogonalMatrices, Quantised, QuantisedOf2048),
     *(QuantisedWhereDivisible, QuantisedWhereDivisibleBy128, LargeAreScaled),
-    *(CentralisedKernels, ClippedByRms, DecayOfMatrices, RowsWithoutGradientsRest),
+    *(CentralisedKernels, ClippedByRms, DecayOfMatrices, LittleDecayOfMatrices, RowsWithoutGradientsRest),
     *(ScaledIfTall, CentralisedIfWide),
     *(ClippedByGlobalNorm, ClippedByLargeGlobalNorm, Noisy, NoisyInPython),
     SparesTheWeightsDirection,
