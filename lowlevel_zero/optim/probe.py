@@ -87,11 +87,12 @@ def probe_elements(
 def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
     """Step parameters apart, as two owners would, and together; return a text about a difference, or None if equal.
 
-    Each rank steps the parameters that it owns, with nothing in the place of the others. There are two of each of these
-    numbers of dimensions. Some have no gradient in one step, unless the class can't step so at all. Else as
-    ``probe_elements``.
+    Each rank steps the parameters that it owns, with nothing in the place of the others. There are two shapes of each
+    of these numbers of dimensions, and each rank has a parameter of either: some classes join those of one shape. Some
+    have no gradient in one step, unless the class can't step so at all. Else as ``probe_elements``.
     """
-    trial = _Trial([shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])], _lasting)
+    shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
+    trial = _Trial([shape for shape in shapes for _ in range(2)], _lasting)
     try:
         found = _difference(optimizer, trial._replace(drops=True))
     except NoProbe:

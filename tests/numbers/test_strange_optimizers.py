@@ -355,6 +355,18 @@ class TogetherSeldom(Rule):
         return gradient.sign() * (1e4 / self.norm).clamp(max=1.0)
 
 
+class TogetherByShape(Rule):
+    """Divides by the norm over all gradients of one shape."""
+
+    def begin(self) -> None:
+        self.norms: dict[torch.Size, list[Tensor]] = {}
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.norms.setdefault(p.shape, []).append(p.grad.norm())
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return gradient / torch.stack(self.norms[p.shape]).norm()
+
+
 class DecaysGroups(Rule):
     """Decays all parameters of groups that say so, those without a gradient too."""
 
@@ -461,6 +473,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
         "its states 'momentum' and 'shown' are one tensor",
     ),
     "states of no parameter": (over_parameters(ByName), "its state 'momentum of 0', which is of no parameter, has"),
+    "a norm over those of one shape": (
+        lambda model: TogetherByShape(model.up.parameters()),
+        "its updates depend on other parameters",
+    ),
     "a norm over all": (over_parameters(TogetherSeldom), "its updates depend on other parameters"),
     "a norm over all, by an option of another name": (
         lambda model: Clipping(model.parameters(), clip=0.1),
