@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from types import NoneType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,10 +39,11 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
     """Make a new optimizer of the same class over ``params``, and return it; each group gets its ``options``.
 
     Plain attributes become those of ``optimizer``, which may record an argument under another name, unless the class
-    has a ``__del__``: one of them may be the handle of what that frees.
+    has a ``__del__``: one of them may be the handle of what that frees. So do functions and objects of plain values, if
+    there are arguments that aren't recorded.
     """
     recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
-    first, names = _arguments(type(optimizer), recorded, optimizer.defaults)
+    first, names, unknown = _arguments(type(optimizer), recorded, optimizer.defaults)
     groups: Any = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
     wrapped = recorded.get(first)
     if isinstance(wrapped, Optimizer):
@@ -50,8 +52,15 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
     if not hasattr(type(made), "__del__"):
         for name, value in vars(optimizer).items():
             held = tree_leaves(value) if type(value) in (tuple, list, dict) else [value]  # neither states nor hooks
-            if all(isinstance(each, _PLAIN) for each in held):
-                vars(made)[name] = copy.deepcopy(value)
+            follows = unknown and name.removeprefix("_") not in names and _may_follow(optimizer, made, name, held)
+            if follows and not all(_is_copied(each, optimizer) for each in held):
+                raise NoProbe(
+                    f"its constructor got {', '.join(unknown)}, which neither its defaults nor its attributes record, "
+                    f"and its {name}, which may follow from that, is a {type(value).__name__}, which a probe does not "
+                    "copy"
+                )
+            if follows or all(isinstance(each, _PLAIN) for each in held):
+                vars(made)[name] = copy.deepcopy(value, {id(optimizer): made})
     train = getattr(made, "train", None)
     if callable(train):  # schedule-free ones step in that mode alone
         train()
@@ -73,23 +82,65 @@ def twin(optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor]) 
     return fresh(optimizer, [own_options(kind.options) for kind in kinds], groups)
 
 
-def _arguments(cls: type[Optimizer], recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return the names of a constructor's first and ``recorded`` arguments; raise ``NoProbe`` if it needs another.
+def _may_follow(optimizer: Optimizer, made: Optimizer, name: str, held: Sequence[Any]) -> bool:
+    """Return whether an attribute that has ``held`` may follow from an argument that its twin ``made`` lacks.
 
-    The first one are the groups, or another optimizer over them. An argument that isn't recorded takes its default.
+    Those that hold parameters or optimizers are made of the twin's own. What all instances share has no choice in it,
+    and methods that are replaced on the instance aren't the class's.
+    """
+    of_torch = name.startswith("_optimizer_") or name in ("defaults", "state", "param_groups")
+    shared = vars(made).get(name) is vars(optimizer)[name]
+    if of_torch or shared or callable(getattr(type(optimizer), name, None)):
+        return False
+    return not any(isinstance(each, (Tensor, Optimizer)) for each in held)
+
+
+def _is_copied(value: Any, optimizer: Optimizer | None) -> bool:
+    """Return whether a value is made of numbers, text, functions, and methods of ``optimizer`` alone.
+
+    A function that holds the optimizer, as a lambda does that reads ``self``, would step with its settings.
+    """
+    if isinstance(value, (Optimizer, Tensor)):
+        return value is optimizer
+    if isinstance(value, (*_PLAIN, torch.dtype, torch.device, type, BuiltinFunctionType)):
+        return True
+    if isinstance(value, FunctionType):
+        cells, defaults = value.__closure__ or (), value.__defaults__ or ()
+        held = [*(cell.cell_contents for cell in cells), *defaults, *(value.__kwdefaults__ or {}).values()]
+        return all(_is_copied(each, None) for each in held)
+    if isinstance(value, MethodType):
+        return _is_copied(value.__self__, optimizer)
+    if isinstance(value, partial):
+        return all(_is_copied(each, optimizer) for each in (value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(_is_copied(each, optimizer) for each in value)
+    own = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return own is not None and all(_is_copied(each, optimizer) for each in own.values())
+
+
+def _arguments(
+    cls: type[Optimizer], recorded: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[str, list[str], list[str]]:
+    """Return the names of a constructor's first, its ``recorded`` and its other arguments, which take their defaults.
+
+    The first one are the groups, or another optimizer over them.
+
+    Raises:
+        NoProbe: an argument that isn't recorded has no default.
     """
     arguments = list(inspect.signature(cls).parameters.values())
     named = {each.name: each for each in arguments if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     first = "params" if "params" in named else next(iter(named), "params")
     named.pop(first, None)
-    unknown = [name for name, each in named.items() if name not in recorded and each.default is each.empty]
-    if unknown:
-        raise NoProbe(f"its constructor got {', '.join(unknown)}, which neither its defaults nor its attributes record")
+    unknown = [name for name in named if name not in recorded]
+    needed = [name for name in unknown if named[name].default is inspect.Parameter.empty]
+    if needed:
+        raise NoProbe(f"its constructor got {', '.join(needed)}, which neither its defaults nor its attributes record")
     names = [name for name in named if name in recorded]
     if any(each.kind is each.VAR_KEYWORD for each in arguments):
         taken = _taken_names(cls)
         names += [name for name in defaults if name not in names and (taken is None or name in taken)]
-    return first, names
+    return first, names, unknown
 
 
 def _taken_names(cls: type[Optimizer]) -> set[str] | None:

@@ -6,11 +6,13 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -93,6 +95,43 @@ class RecordsByAnotherName(AdamByHand):
 
 
 ScaledAndRecorded = type("ScaledAndRecorded", (RecordsByAnotherName,), {"direction": ScaledByNorms.direction})
+
+
+class Recipe:
+    """What a class of it does is told by a flag that it alone has."""
+
+    def __init__(self, centralise: bool) -> None:
+        self.centralise = centralise
+
+    def __call__(self, g: Tensor) -> Tensor:
+        return g - g.mean() if self.centralise else g
+
+
+class ChoosesAFunction(Stranger):
+    """Keeps nothing of its argument but what it has chosen by it."""
+
+    def __init__(self, params: Any, way: str = "", centralise: bool = False) -> None:
+        super().__init__(params)
+        ways: dict[str, Any] = {
+            "function": (lambda g: g - g.mean()) if centralise else (lambda g: g),
+            "partial": partial(self.centralised, by=float(centralise)),
+            "method": self.centralised if centralise else self.plain,
+            "object": Recipe(centralise),
+            "method of an object": Recipe(centralise).__call__,
+            "tensor in a function": partial(torch.lerp, weight=torch.tensor([float(centralise)] * 2)),
+            "optimizer in a function": lambda g: self.centralised(g) if centralise else g,
+        }
+        self.way, self.chosen = way, ways[way] if way else None
+
+    @staticmethod
+    def plain(g: Tensor) -> Tensor:
+        return g
+
+    def centralised(self, g: Tensor, by: float = 1.0) -> Tensor:
+        return g - by * g.mean()
+
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        return self.chosen(g)
 
 
 class HandsOn(torch.optim.AdamW):
@@ -183,6 +222,7 @@ class Explodes(Stranger):
 
 
 Mine = type("Mine", (torch.optim.Adagrad,), {})
+COPIED = ("function", "partial", "method", "object", "method of an object")
 
 TRIED: dict[str, Callable[[], Optimizer]] = {
     "names of parameters are no option": of_names,
@@ -223,6 +263,23 @@ def test_what_is_not_elementwise_is_found_by_what_differs(case: str) -> None:
     make, message = FOUND[case]
     with pytest.raises(TypeError, match=message):
         check_elementwise(make())
+
+
+@pytest.mark.parametrize("way", COPIED)
+def test_what_an_argument_that_is_recorded_nowhere_has_chosen_is_tried(way: str) -> None:
+    check_elementwise(ChoosesAFunction(matrix(), way))
+    with pytest.raises(TypeError, match="flat slices differ"):
+        check_elementwise(ChoosesAFunction(matrix(), way, centralise=True))
+
+
+@pytest.mark.parametrize("way", ["tensor in a function", "optimizer in a function"])
+def test_what_it_has_chosen_and_can_t_be_copied_is_told(way: str) -> None:
+    optimizer = ChoosesAFunction(matrix(), way, centralise=True)
+    told = (
+        "got centralise, which neither .* record, and its chosen, which may follow from that, is a (function|partial),"
+    )
+    with pytest.raises(TypeError, match=f"could not be tried .*{told}.*pass split='elements' or"):
+        choose_splits(optimizer)
 
 
 def test_a_native_handle_is_not_freed() -> None:
