@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -101,16 +102,29 @@ def check_new(params: Sequence[Tensor], parameters: ParameterStore) -> None:
 
 
 def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) -> None:
-    """Raise ``TypeError`` if an optimizer keeps parameters outside of its param groups, which will hold slices."""
-    sought = set(trained)
+    """Raise ``TypeError`` if an optimizer keeps parameters outside of its param groups, which will hold slices.
+
+    It may keep their ids as well, as keys of a dict, and either of them in containers at any depth.
+    """
+    params, ids = set(trained), set(map(id, trained))
+    groups = {id(optimizer.param_groups), *map(id, optimizer.param_groups)}  # which it may have under other names
     for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state") and isinstance(value, (list, tuple, set, dict)):
-            held = value.values() if isinstance(value, dict) else value
-            if any(isinstance(each, Tensor) and each in sought for each in held):
+        for each in _contents(value, set(groups)) if name != "state" else ():
+            if (isinstance(each, Tensor) and each in params) or (type(each) is int and each in ids):
                 raise TypeError(
                     f"optimizer: expected {type(optimizer).__name__} to find its parameters in param_groups, where "
                     f"slices take their place, found a list of its own in .{name}: let it loop over param_groups"
                 )
+
+
+def _contents(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield ``value``, or what it has at any depth, keys too, if it's a container; nothing if its id is in ``seen``."""
+    if not isinstance(value, (list, tuple, set, frozenset, dict)):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for each in chain(value, value.values() if isinstance(value, dict) else ()):
+            yield from _contents(each, seen)
 
 
 def _check_once(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:

@@ -97,6 +97,30 @@ class HoldsItsParameters(torch.optim.SGD):
         self.all = [p for group in self.param_groups for p in group["params"]]
 
 
+class HoldsThemIn(torch.optim.SGD):
+    """Keeps its parameters in a container of its own."""
+
+    def __init__(self, params: Any, make: Callable[[Any], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.make, self.kept = make, make(self.param_groups[0]["params"])
+
+
+class OtherName(torch.optim.SGD):
+    """Has its groups under two names."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.held = {"groups": self.param_groups, "first": self.param_groups[0]}
+
+
+HOLDING: dict[str, Callable[[Any], Any]] = {
+    "a dict of rates by parameter": lambda params: dict.fromkeys(params, 0.1),
+    "a dict of rates by a parameter's id": lambda params: {id(p): 0.1 for p in params},
+    "pairs of parameters and rates": lambda params: [(p, 0.1) for p in params],
+    "groups of its own": lambda params: {"all": [{"params": list(params)}]},
+}
+
+
 def add(make: Callable[[Any], list[Tensor]]) -> Doing:
     """A param group of what ``make`` makes of the model."""
     return lambda work: work.optimizer.add_param_group({"params": make(work.model)})
@@ -289,6 +313,19 @@ OBJECTS = [
         "an optimizer with a list of parameters of its own",
         construct(lambda model: HoldsItsParameters(of_trained_ones(model))),
         Refused(TypeError, "expected HoldsItsParameters to find .* found a list of its own in .all"),
+    ),
+    *(
+        Wrong(
+            f"an optimizer with {what}",
+            construct(lambda model, make=make: HoldsThemIn(of_trained_ones(model), make)),  # type: ignore[misc]
+            Refused(TypeError, "expected HoldsThemIn to find .* found a list of its own in .kept"),
+        )
+        for what, make in HOLDING.items()
+    ),
+    Wrong(
+        "an optimizer with another name of its groups",
+        construct(lambda model: OtherName(of_trained_ones(model))),
+        Right(nothing),
     ),
     *(
         Wrong(
