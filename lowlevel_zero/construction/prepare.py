@@ -27,6 +27,7 @@ from ..options import ZeroOptions
 from ..partition import Choice
 from .checks import check_group, check_new, check_no_list_of_its_own, check_optimizer, check_parameters
 from .sharding import Sharding, convert
+from .start_line import warn_of_hooks
 
 ADD_GROUP = "add a param group"
 
@@ -82,6 +83,8 @@ def check(
     ``assigned``: the caller's lists of parameters by process group.
     """
     check_optimizer(optimizer, model)
+    if group.group_rank == 0:
+        warn_of_hooks(optimizer)
     names = parameter_names((group["params"] for group in optimizer.param_groups), model)
     trained = [p for p in names if p.requires_grad]
     check_parameters(optimizer, trained, names, group, options, model=model)

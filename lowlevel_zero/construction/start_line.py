@@ -1,4 +1,4 @@
-"""The start line: one log line about each new optimizer, which is shown even if logging isn't set up.
+"""The start line: one log line about each new optimizer, which is shown even if logging isn't set up; and warnings.
 
 Python shows INFO records nowhere by default, and warnings without a word of where they are from. Where the program has
 set up no logging, the line and warnings go to stderr under the package's name; else the program's handlers and levels
@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch.optim import Optimizer
+
 from ..communication.process_groups import backends_by_device
 from ..layout.held import Sharded
 from ..layout.records import bytes_of
@@ -22,6 +24,22 @@ from ..partition import owned_by_rank
 VARIABLE = "LOWLEVEL_ZERO_LOG"
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _log = logging.getLogger("lowlevel_zero")
+
+# Where an optimizer keeps hooks of each kind, and what becomes of those that the caller has registered.
+_HOOKS = {
+    "step": (
+        ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        "sees slices, and the model as it was before the step",
+    ),
+    "state dict": (
+        [
+            f"_optimizer_{action}_{when}_hooks"
+            for action in ("state_dict", "load_state_dict")
+            for when in ("pre", "post")
+        ],
+        "sees slices, or doesn't run",
+    ),
+}
 
 
 class _ToStderr(logging.Handler):
@@ -53,6 +71,18 @@ def set_up() -> None:
         raise ValueError(f"{VARIABLE}: expected one of {', '.join(_LEVELS)}, got {level!r}")
     if level:
         _log.setLevel(level.upper())
+
+
+def warn_of_hooks(optimizer: Optimizer) -> None:
+    """Warn of hooks that the caller has registered on an ``optimizer`` that is to be wrapped.
+
+    Methods of the optimizer are its class's own hooks.
+    """
+    for kind, (names, sees) in _HOOKS.items():
+        hooks = [hook for name in names for hook in getattr(optimizer, name).values()]
+        if any(getattr(hook, "__self__", None) is not optimizer for hook in hooks):
+            text = "%s: a %s hook of the wrapped optimizer %s: register it on the LowLevelZeroOptimizer instead"
+            _log.warning(text, type(optimizer).__name__, kind, sees)
 
 
 def log_start(optimizer: Sharded) -> None:

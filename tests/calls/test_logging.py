@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.construction import start_line
+from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_ranks
 from tests.support.several import told
 
@@ -78,6 +80,51 @@ def test_one_line_at_the_start_on_rank_zero_and_another_where_fp8_costs_time() -
     assert line.startswith("ZeRO stage 2: 15 elements in 2 parameters over 2 ranks, ")
     assert costs.startswith("fp8_communication: rounding on the host takes longer than it saves")
     assert second == []
+
+
+@on_ranks(2)
+def test_hooks_of_the_wrapped_optimizer_are_told_of_and_run_right_on_the_wrapper(rank: int) -> None:
+    def trained(wraps: bool) -> tuple[torch.Tensor, bool]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(inner, model=model) if wraps else inner
+        seen: list[torch.Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_: (nn.utils.clip_grad_norm_(model.parameters(), 0.1), None)[1])
+        optimizer.register_step_post_hook(lambda *_: seen.append(model.weight.detach().clone()))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return model.weight.detach(), torch.equal(seen[0], model.weight)
+
+    torch.testing.assert_close(trained(True), trained(False))
+    for register, kind in (
+        ("register_step_pre_hook", "step"),
+        ("register_step_post_hook", "step"),
+        ("register_state_dict_post_hook", "state dict"),
+        ("register_load_state_dict_pre_hook", "state dict"),
+    ):
+        model = nn.Linear(4, 3)
+        inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+        getattr(inner, register)(lambda *_: None)
+        with told() as warnings:
+            LowLevelZeroOptimizer(inner, model=model)
+        start = f"SGD: a {kind} hook of the wrapped optimizer sees slices"
+        assert [line.startswith(start) for line in warnings] == [True] * (rank == 0)
+
+
+def test_a_class_s_own_hooks_are_not_told_of() -> None:
+    class Hooked(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.register_step_pre_hook(self.look)
+
+        def look(self, *_: Any) -> None:
+            pass
+
+    with told() as warnings:
+        start_line.warn_of_hooks(Hooked(nn.Linear(4, 3).parameters()))
+    assert warnings == []
 
 
 LINE = (
