@@ -142,10 +142,13 @@ class Sharding:
 
 
 def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> None:
-    """Convert every parameter of param ``groups`` to ``dtype``, and drop gradients of another; None: do nothing."""
+    """Convert floating-point parameters of ``groups`` to ``dtype``, and drop gradients of another; None: do nothing.
+
+    Frozen ones may be integers, as codes of quantised weights, or complex.
+    """
     for group in groups if dtype is not None else ():
         for p in group["params"]:
-            if p.dtype != dtype:
+            if p.is_floating_point() and p.dtype != dtype:
                 p.grad = None
                 p.data = p.data.to(dtype)
 

@@ -208,6 +208,15 @@ def a_group_that_comes_later_is_converted_too(rank: int, world_size: int) -> Non
     assert found == (torch.bfloat16, torch.float32, -0.5)
 
 
+def frozen_numbers_that_are_no_floats_stay_what_they_are(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2)
+    model.codes = nn.Parameter(torch.tensor([1, -2, 301]), requires_grad=False)
+    model.phases = nn.Parameter(torch.tensor([1j, 2.0]), requires_grad=False)
+    LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model=model, forced_dtype=torch.bfloat16)
+    assert (model.weight.dtype, model.codes.dtype, model.phases.dtype) == (torch.bfloat16, torch.int64, torch.complex64)
+    assert (model.codes.tolist(), model.phases.tolist()) == ([1, -2, 301], [1j, 2.0])
+
+
 CHECKS = [
     bad_options,
     a_plain_backward_that_misses_the_fp16_part_of_a_model,
@@ -218,6 +227,7 @@ CHECKS = [
     buckets_are_larger_on_a_gpu_unless_they_were_chosen,
     the_garbage_collector_is_left_as_it_was,
     a_group_that_comes_later_is_converted_too,
+    frozen_numbers_that_are_no_floats_stay_what_they_are,
 ]
 
 
