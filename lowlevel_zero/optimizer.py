@@ -338,7 +338,8 @@ class LowLevelZeroOptimizer(ColossalNames):
         """Finish reductions, and set all gradients to None, or else to zeros. Communicates: every rank calls it.
 
         With ``set_to_none=False`` a parameter that had a gradient is stepped with its zeros. A ``zero_grad``
-        that the wrapped optimizer's class has of its own is called in the end; it finds slices without gradients.
+        that the wrapped optimizer's class has of its own is called in the end, with False if that is given; it finds
+        slices without gradients.
         """
         self.guard.enter("zero_grad", wakes=not set_to_none)
         call = Call("zero_grad" if set_to_none else TO_ZEROS)
@@ -357,7 +358,7 @@ class LowLevelZeroOptimizer(ColossalNames):
                 if p.grad is not None and (record is None or p.grad is not record.shown):
                     p.grad = p.grad.detach().zero_()  # in place: it may be a view of a caller's buffer
         if type(self.optim).zero_grad is not Optimizer.zero_grad:
-            self.optim.zero_grad(set_to_none)
+            self.optim.zero_grad(*(() if set_to_none else (False,)))  # one of a class may take no argument
 
     # ---- param groups, of which an optimizer is made ----
 

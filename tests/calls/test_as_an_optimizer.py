@@ -90,17 +90,22 @@ class Eager(torch.optim.SGD):
             group["lr"] *= 1.5
 
 
+class EagerWithoutArguments(Eager):
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
 def a_class_s_own_zero_grad_runs_too(rank: int, world_size: int) -> None:
-    for set_to_none in (True, False):
+    for cls, arguments in ((Eager, (True,)), (Eager, (False,)), (EagerWithoutArguments, ())):
         model, alone = net(), net()
         for side, optimizer in (
-            (model, LowLevelZeroOptimizer(Eager(model.parameters(), lr=0.01), model=model)),
-            (alone, Eager(alone.parameters(), lr=0.01)),
+            (model, LowLevelZeroOptimizer(cls(model.parameters(), lr=0.01), model=model)),
+            (alone, cls(alone.parameters(), lr=0.01)),
         ):
             for step in range(3):
                 loss_at(side, step)(0).backward()
                 optimizer.step()
-                optimizer.zero_grad(set_to_none)
+                optimizer.zero_grad(*arguments)
         torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
 
 
