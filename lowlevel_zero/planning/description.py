@@ -65,13 +65,17 @@ def _only(by_name: Mapping[Name, Any]) -> Any:
 def _steps(checkpoint: SavedCheckpoint) -> tuple[int, int] | None:
     """Return the least and the largest step count in a checkpoint; None if no parameter has one."""
     others = [state for settings in checkpoint.objects.optimizers.values() for state in settings["states"].values()]
-    counts = [int(state["step"]) for state in others if "step" in state]
+    counts = [int(state["step"]) for state in others if _is_number(state.get("step"))]
     for name, state in checkpoint.states.items():
-        if "step" in state:
+        if _is_number(state.get("step")):
             count = torch.empty_like(state["step"], device="cpu")
             checkpoint.read(count, name, "step")
             counts.append(int(count))
     return (min(counts), max(counts)) if counts else None
+
+
+def _is_number(value: Any) -> bool:
+    return value is not None and (not isinstance(value, Tensor) or value.numel() == 1)
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:

@@ -300,6 +300,29 @@ def test_inspect_for_machines(saved: Callable[[str], Saved], capsys: pytest.Capt
     assert "last_epoch" in told["scheduler"]
 
 
+class CountsInOnes(torch.optim.SGD):
+    """Counts steps in a tensor of one element, which are of a slice where that has one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            count = self.state[p].setdefault("step", torch.zeros(1)).add_(1)
+            p.sub_(p.grad / count.item(), alpha=0.1)
+
+
+def test_inspect_reads_counts_of_one_element_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def save_one(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 2)
+        optimizer = LowLevelZeroOptimizer(CountsInOnes(model.parameters()), model=model)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        save_checkpoint(tmp_path / "ones", model, optimizer)
+
+    run_ranks(save_one, 2)
+    assert main(["inspect", "--json", str(tmp_path / "ones")]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == [1, 1]
+
+
 # Bytes of the parameter and its state; padding, slice, owners and the first span; bytes that a rank holds.
 INWARD = ["80", "164", "0", "10", "2", "0:10,", "…", "204", "B"]
 
