@@ -199,7 +199,7 @@ def connected(ranks: ShardGroup, checked: Checked, options: ZeroOptions) -> list
 
     Raises on all ranks if only some have begun reductions on a device.
     """
-    if ranks.has_others and not ranks.on_gloo(next(iter(checked.names)).device):
+    if ranks.has_others and not ranks.on_gloo(checked.new[0].device):
         agree(ranks, [f"{ranks.context.begun} reductions and gradient syncs begun"], None, CONSTRUCT, _BACKWARDS)
     groups, chosen = make_groups(ranks, checked.assignment.groups, checked.lines[1:]), options.communication
     for group in groups[1:]:  # the first is watched since ``join``
