@@ -91,6 +91,8 @@ def check_and_choose(
     optimizer: Optimizer, parameters: Sequence[Tensor], names: Mapping[Tensor, str], options: ZeroOptions
 ) -> dict[Tensor, Choice]:
     """Return the split chosen for each parameter; raise if ``optimizer``, or its state or override, can't be split."""
+    if not parameters:  # a class may take no group without any
+        return {}
     dtypes = of_16_bits(options.master_dtype(options.forced_dtype or p.dtype) for p in parameters)
     splits = choose_splits(optimizer, options.split, parameters, dtypes)
     check_unstepped(optimizer, parameters, names)

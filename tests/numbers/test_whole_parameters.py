@@ -225,6 +225,16 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path: Path, subtest
 # ---- what else is done to an optimizer's parameters ----
 
 
+class Normalising(torch.optim.SGD):
+    """Takes matrices alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            assert p.dim() == 2
+            p.sub_(p.grad / p.grad.norm(), alpha=0.1)
+
+
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 
 
@@ -247,6 +257,19 @@ def test_groups_are_added_and_dealt_out_to_those_with_least(rank: int) -> None:
             each.zero_grad()
     torch.testing.assert_close([p, *later], plain, rtol=0, atol=0)
     assert [record.split.owner for record in optimizer.sharded_parameters] == [0, 1, 1, 1]
+
+
+@on_ranks(2)
+def test_groups_that_have_nothing_to_train_are_added(rank: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[1].requires_grad_(False)
+    optimizer = LowLevelZeroOptimizer(Normalising(model[0].parameters(), lr=0.1), model=model)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    optimizer.add_param_group({"params": []})
+    start = model[0].weight.detach().clone()
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    torch.testing.assert_close((model[0].weight - start).norm(), torch.tensor(0.1))
 
 
 @needs_muon
