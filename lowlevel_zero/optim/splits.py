@@ -145,7 +145,8 @@ def choose_splits(
     listed = _listed(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         listed = _Listed("", "it is differentiable=True, and no autograd graph leads to the model", never=True)
-    listed = _listed_by_methods(optimizer) or listed
+    if listed is None or not listed.never:
+        listed = _listed_by_methods(optimizer) or listed
     if listed is not None and listed.never:
         raise TypeError(f"{full_name(optimizer)} cannot be sharded: {listed.reason}. Use {listed.remedy}.")
     if parameters is None:

@@ -349,6 +349,13 @@ def test_known_by_name(name: str, split: str, reason: str) -> None:
     assert choose_splits(cls(matrix()), "elements") == ["elements"]
 
 
+def with_a_step_of_its_own() -> Optimizer:
+    optimizer = torch.optim.LBFGS(matrix())
+    plain = optimizer.step
+    optimizer.step = lambda closure: plain(closure)  # type: ignore[method-assign]
+    return optimizer
+
+
 NEVER: dict[str, tuple[Callable[[], Any], str]] = {
     **{name: (lambda name=name: getattr(torch.optim, name)(matrix()), "cannot be sharded") for name in REFUSED},
     **{
@@ -358,6 +365,7 @@ NEVER: dict[str, tuple[Callable[[], Any], str]] = {
         )
         for name in REFUSED
     },
+    "an LBFGS whose step was replaced": (with_a_step_of_its_own, "LBFGS cannot be sharded: it needs a closure"),
     "one that shards": (
         lambda: type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})(matrix()),
         "wrap the optimizer inside",
