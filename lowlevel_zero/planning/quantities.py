@@ -6,6 +6,7 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 _NUMBER_AND_UNIT = re.compile(r"([0-9._]+(?:e[+-]?[0-9]+)?)([a-z%]*)")
@@ -17,11 +18,13 @@ def _quantity(
 ) -> Callable[[str], Any]:
     """Return a parser of a number with a unit to a float, or an int if ``whole``; it raises on other text."""
 
+    kind: Any = Decimal if whole else float  # 8.03 * 10**9 is whole, but not as a float
+
     def read(text: str) -> float:
         match = _NUMBER_AND_UNIT.fullmatch(text.lower())
         try:
-            number = float(match[1]) * units[match[2]] if match else math.nan
-        except (KeyError, ValueError):
+            number = kind(match[1]) * units[match[2]] if match else math.nan
+        except (KeyError, ValueError, InvalidOperation):
             number = math.nan
         if not least <= number <= most or (whole and number % 1):
             raise ArgumentTypeError(f"expected {expected}, got {text!r}")

@@ -28,6 +28,7 @@ from lowlevel_zero.layout import Held, memory_held
 from lowlevel_zero.layout.held import held_bytes
 from lowlevel_zero.layout.text import unit_of
 from lowlevel_zero.planning.memory import Estimate, estimate
+from lowlevel_zero.planning.quantities import elements
 from lowlevel_zero.planning.state_sizes import NAMES, StateSizes, made_optimizer
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Odd
@@ -475,6 +476,13 @@ def test_frozen_and_foreign_parameters_are_only_held() -> None:
 
 
 # What is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("8.03B", 8_030_000_000), ("0.29K", 290), ("1.1e3", 1100), ("7_000", 7000)]
+)
+def test_a_number_with_a_unit_is_whole_if_its_digits_are(text: str, expected: int) -> None:
+    assert elements(text) == expected
 
 
 class Huge(torch.optim.Optimizer):
