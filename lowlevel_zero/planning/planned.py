@@ -60,6 +60,7 @@ class PlannedRun:
         groups: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self.options, self.states = options, states
+        self._held = None if groups is None else [p for members in groups for p in members]
         named = [] if isinstance(model, (int, float)) else _named_parameters(model)
         if device is None:
             device = named[0][1].device if named and not named[0][1].is_meta else "cuda"
@@ -99,7 +100,7 @@ class PlannedRun:
         """Return the splits of trained parameters, as the optimizer chooses them."""
         optimizer, groups = self.states.optimizer, self.states.optimizer.param_groups
         dtypes = of_16_bits(self.options.master_dtype(shape.dtype) for shape in shapes)
-        by_group, choices = choose_splits(optimizer, self.options.split, dtypes=dtypes), []
+        by_group, choices = choose_splits(optimizer, self.options.split, self._held, dtypes), []
         multiple = slice_multiple(optimizer)
         for name, shape, dtype, group in shapes:
             at, p = group or 0, torch.empty(shape, dtype=dtype, device="meta")

@@ -461,11 +461,29 @@ def test_a_sharded_optimizer_counts_by_its_groups(rank: int) -> None:
     assert estimate(model, 2, optimizer=LowLevelZeroOptimizer(plain, model=model)) == before
 
 
+class OnlyMatrices(torch.optim.SGD):
+    """Takes no vector, not even a slice."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            assert p.dim() == 2
+            p.sub_(p.grad / p.grad.norm(), alpha=0.1)
+
+
 def test_a_class_that_takes_matrices_alone() -> None:
     matrix = nn.Parameter(torch.zeros(40, 30))
     told = estimate([matrix], 2, 2, None, torch.optim.Muon)
     assert told == estimate([matrix], 2, 2, None, torch.optim.Muon([matrix]))
     assert told.states == 4 * 40 * 30
+
+
+@on_ranks(2)
+def test_a_sharded_class_that_takes_matrices_alone(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 6, bias=False))
+    plain = OnlyMatrices(model.parameters())
+    before = estimate(model, 2, optimizer=plain)
+    assert estimate(model, 2, optimizer=LowLevelZeroOptimizer(plain, model=model)) == before
 
 
 def test_frozen_and_foreign_parameters_are_only_held() -> None:
