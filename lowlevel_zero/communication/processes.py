@@ -17,10 +17,13 @@ class Process(NamedTuple):
     began: str
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended; False if it is in another PID namespace."""
+        """Return whether the process has ended; False if it is in another PID namespace, or can't be seen now."""
         if self.space != _space(os.getpid()):
             return False
-        state, began = _state(self.number)
+        try:
+            state, began = _state(self.number)
+        except OSError:  # such as EMFILE: this process's own trouble tells nothing of the other
+            return False
         return state in "ZX" or began != self.began
 
 
@@ -42,7 +45,7 @@ def _state(number: int) -> tuple[str, str]:
 
     The name before them may be any bytes: the kernel cuts it after 15, even within a character.
     """
-    with suppress(OSError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         state, *numbers = Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
         return state, numbers[18]
     return "X", ""

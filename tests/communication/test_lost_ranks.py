@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -201,6 +202,16 @@ def test_a_number_that_another_process_has_now_is_no_sign_of_life() -> None:
     assert own._replace(began="1").has_ended()
     assert not own.has_ended()
     assert not theirs._replace(space="another host").has_ended()
+
+
+def test_a_process_that_cannot_be_seen_for_want_of_descriptors_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    own = processes.own_process()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        assert not own.has_ended()
 
 
 @on_ranks(1)
