@@ -73,6 +73,18 @@ def test_an_all_reduce_reads_no_more_with_more_ranks(rank: int) -> None:
     assert sum(read) <= 3 * 2 * 20
 
 
+@on_ranks(4)
+def test_a_buffer_that_is_padded_for_an_all_reduce_gives_its_block_back(rank: int) -> None:
+    """As one row does that the ranks don't divide; no step comes between."""
+    group, held = group_with_wires(), []
+    for _ in range(6):
+        buffer = group.new_buffer(2**18 + 1, torch.float32, CPU, rows=1).fill_(1.0)
+        assert (group.all_reduce(buffer).wait() == 4).all()
+        dist.barrier()
+        held.append(sum(map(torch.numel, group.held())))
+    assert held[-1] == held[2]
+
+
 @on_ranks(4, timeout=30)
 def test_a_rank_without_memory_still_hands_on_the_row_that_others_wait_for(rank: int) -> None:
     """What an all-reduce needs is allocated when it starts."""

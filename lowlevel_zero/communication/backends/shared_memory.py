@@ -57,10 +57,18 @@ class SharedMemory(HostBackend):
         self._handed_out[packed.data_ptr()] = block
         return packed
 
+    def _take_back(self, buffer: Tensor) -> None:
+        """Let the block of ``buffer`` be used again if no peer knows of it, as where a padded copy was sent instead."""
+        block = self._handed_out.pop(buffer.data_ptr(), None)
+        if block is not None:
+            block.readers.clear()
+
     def all_reduce(self, buffer: Tensor) -> Work[Tensor]:
         """Start summing; up to ``READ_WHOLE`` ranks each sum all buffers whole, more in two steps. Communicates."""
         if self.size > READ_WHOLE:
-            return super().all_reduce(buffer)
+            work = super().all_reduce(buffer)
+            self._take_back(buffer)
+            return work
         flat = buffer.view(-1)
         total = self.trade(Trade(Kind.REDUCE, flat, None, [len(flat)] * self.size), self.adding(flat))
         return total.then(lambda flat: flat.view(buffer.shape))
