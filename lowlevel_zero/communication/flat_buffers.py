@@ -42,9 +42,18 @@ def take_apart(buffer: Tensor, pieces: Sequence[Tensor]) -> None:
 
 
 def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
-    """Copy each of ``own`` into row ``rank`` of its ``rows``, unless the first one is that row's memory already."""
-    if own[0].data_ptr() != rows[0][rank].data_ptr():
-        torch._foreach_copy_([each[rank] for each in rows], list(own))
+    """Copy each of ``own`` into row ``rank`` of its ``rows``, unless it is that row's memory already."""
+    copy_apart(own, [each[rank] for each in rows])
+
+
+def copy_apart(pieces: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Copy each of ``pieces`` into its place in ``into``, unless it is that memory already.
+
+    Some may be, and others not: an optimizer may give each of its slices other memory.
+    """
+    apart = [at for at, piece in enumerate(pieces) if piece.data_ptr() != into[at].data_ptr()]
+    if apart:
+        torch._foreach_copy_([into[at] for at in apart], [pieces[at] for at in apart])
 
 
 # ---- sums ----

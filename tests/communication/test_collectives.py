@@ -54,7 +54,7 @@ def check_reductions(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
 
 
 def check_gathers(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
-    """Of a buffer, and of pieces, one or several, that are rows already or are cast into them."""
+    """Of a buffer, and of pieces, one or several, that are rows already, or are cast into them, or some of each."""
     begun = []
     for row in ROWS:
         wire = torch.full((group.size, row), -99.0, dtype=dtype)
@@ -64,15 +64,20 @@ def check_gathers(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
         buffers = buffers_of(group, row, dtype)
         assert torch.equal(work.wait(), torch.stack([buffers[of][at] for at, of in enumerate(group.slice_ranks)]))
     expected = torch.arange(1.0, group.size + 1)
-    for sizes, cast in product(([5, 1, 300, 17], [5]), (False, True)):
+    for sizes, given in product(([5, 1, 300, 17], [5]), ("rows", "cast", "rows and copies")):
         rows = [torch.full((group.size, size), -1.0, dtype=dtype) for size in sizes]
         own = [torch.full((size,), group.rank + 1.0) for size in sizes]
-        if not cast:
+        if given != "cast":
             own = [each[group.rank].fill_(group.rank + 1) for each in rows]
         group.gather(own, rows).wait()
         assert all(torch.equal(each, expected.to(dtype)[:, None].expand_as(each)) for each in rows)
 
 
+        if given == "rows and copies":
+            copies = [each.clone() for each in own[1:]]
+            for each in own[1:]:
+                each.fill_(-1)
+            own[1:] = copies
 def check_owned(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
     """One rank's sums and broadcasts, of each rank in turn, all under way at once; the sum of all for stage 1, too."""
     sent = dict(group.traffic())
@@ -89,16 +94,18 @@ def check_owned(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
             assert total.dtype == dtype
             assert torch.equal(total, expected)
     begun = []
-    for owner, sizes in product(range(group.size), ([5, 1, 300, 17], [5])):
+    for owner, sizes, partly in product(range(group.size), ([5, 1, 300, 17], [5]), (False, True)):
         pieces = [torch.full((size,), -1.0, dtype=dtype) for size in sizes]
         own = [torch.full((size,), owner + 1.0) for size in sizes] if group.rank == owner else []
         begun.append((group.broadcast_from(owner, own, pieces), pieces, owner))
     for work, pieces, owner in begun:
         work.wait()
         assert all(torch.equal(piece, torch.full_like(piece, owner + 1.0)) for piece in pieces)
+        if own and partly:  # an owner's may be the whole ones themselves, all or some of them
+            own = [pieces[0].fill_(owner + 1), *(each.to(dtype) for each in own[1:])]
     if group.rank == 0 and group.size > 1:
         gathered = (group.traffic()["gather"] - sent["gather"]) / ((group.size - 1) * dtype.itemsize)
-        assert gathered == pytest.approx(sum((5, 1, 300, 17, 5)), rel=0.02)
+        assert gathered == pytest.approx(2 * sum((5, 1, 300, 17, 5)), rel=0.02)
 
 
 def check_exchanges(group: ShardGroup, dtype: torch.dtype) -> None:
