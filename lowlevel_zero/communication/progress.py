@@ -137,6 +137,7 @@ class Progress:
         except RuntimeError as error:
             self._raise_if_lost(error, collective)
             self.begun[kind] = serial
+            self._context.begun -= kind == REDUCTION
             raise
         on_device = bool(work.tensors) and not work.tensors[0].is_cpu
         if not on_device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from lowlevel_zero.communication import broadcast as broadcasts
 from lowlevel_zero.communication.broadcast import Broadcast
+from lowlevel_zero.communication.progress import REDUCTION
 from lowlevel_zero.communication.shard_group import ShardGroup
+from lowlevel_zero.communication.work import Work
 from tests.support.cases import check_cases
 from tests.support.checkpoints import check_same
 from tests.support.on_ranks import on_ranks
@@ -69,15 +73,15 @@ def check_gathers(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
         own = [torch.full((size,), group.rank + 1.0) for size in sizes]
         if given != "cast":
             own = [each[group.rank].fill_(group.rank + 1) for each in rows]
-        group.gather(own, rows).wait()
-        assert all(torch.equal(each, expected.to(dtype)[:, None].expand_as(each)) for each in rows)
-
-
         if given == "rows and copies":
             copies = [each.clone() for each in own[1:]]
             for each in own[1:]:
                 each.fill_(-1)
             own[1:] = copies
+        group.gather(own, rows).wait()
+        assert all(torch.equal(each, expected.to(dtype)[:, None].expand_as(each)) for each in rows)
+
+
 def check_owned(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
     """One rank's sums and broadcasts, of each rank in turn, all under way at once; the sum of all for stage 1, too."""
     sent = dict(group.traffic())
@@ -97,12 +101,12 @@ def check_owned(group: ShardGroup, rank: int, dtype: torch.dtype) -> None:
     for owner, sizes, partly in product(range(group.size), ([5, 1, 300, 17], [5]), (False, True)):
         pieces = [torch.full((size,), -1.0, dtype=dtype) for size in sizes]
         own = [torch.full((size,), owner + 1.0) for size in sizes] if group.rank == owner else []
+        if own and partly:  # an owner's may be the whole ones themselves, all or some of them
+            own = [pieces[0].fill_(owner + 1), *(each.to(dtype) for each in own[1:])]
         begun.append((group.broadcast_from(owner, own, pieces), pieces, owner))
     for work, pieces, owner in begun:
         work.wait()
         assert all(torch.equal(piece, torch.full_like(piece, owner + 1.0)) for piece in pieces)
-        if own and partly:  # an owner's may be the whole ones themselves, all or some of them
-            own = [pieces[0].fill_(owner + 1), *(each.to(dtype) for each in own[1:])]
     if group.rank == 0 and group.size > 1:
         gathered = (group.traffic()["gather"] - sent["gather"]) / ((group.size - 1) * dtype.itemsize)
         assert gathered == pytest.approx(2 * sum((5, 1, 300, 17, 5)), rel=0.02)
@@ -160,6 +164,23 @@ def test_traffic_is_what_the_buffers_hold(rank: int, way: str) -> None:
         group.gather([each[rank] for each in rows], rows).wait()
         group.all_gather(torch.zeros(3, 4)).wait()
         assert group.traffic() == {"reduce": 2 * 3 * 10 * 2, "gather": 2 * 4 * (7 + 2 + 4)}
+
+
+@on_ranks(1)
+def test_a_reduction_that_fails_to_start_is_not_counted(rank: int) -> None:
+    """The ranks compare these numbers when they construct another optimizer."""
+    group, counts = ShardGroup(), []
+    for buffer in (torch.zeros(1, 2), None):
+        with pytest.raises(RuntimeError) if buffer is None else nullcontext():
+            group.progress.start(REDUCTION, None, (), partial(_start, buffer))
+        counts.append((group.progress.begun[REDUCTION], group.context.begun))
+    assert counts == [(1, 1)] * 2
+
+
+def _start(buffer: Tensor | None) -> Work[Tensor]:
+    if buffer is None:
+        raise RuntimeError("no memory")
+    return Work(lambda: buffer)
 
 
 @on_ranks(4, DTYPES)
