@@ -103,8 +103,8 @@ class ShardGroup:
         self._on_stream: OnStream | None = None
         self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
         self._owns_data = False  # devices' tensors have a group of their own
-        self._native: HostBackend | Native = Alone(self.rank, 1) if self.size == 1 else Native(group)
-        self._host_backend: HostBackend | None = None if self.has_others else Alone(self.rank, 1)
+        self._native: HostBackend | Native = Alone(0, 1) if self.size == 1 else Native(group)
+        self._host_backend: HostBackend | None = None if self.has_others else Alone(0, 1)
 
     @property
     def group(self) -> dist.ProcessGroup:

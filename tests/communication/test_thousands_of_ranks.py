@@ -93,6 +93,17 @@ def world(ranks: int, backend: str) -> Iterator[Counter[str]]:
     dist.destroy_process_group()
 
 
+def test_this_process_may_be_any_of_a_fake_group_s_ranks() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    try:
+        model = nn.Linear(8, 8)
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+        optimizer.backward(model(torch.ones(1, 8)).sum())
+        optimizer.step()
+    finally:
+        dist.destroy_process_group()
+
+
 def counted(ranks: int, backend: str, folder: Path) -> dict[str, Counter[str]]:
     """What each phase asks for."""
     with world(ranks, backend) as counts:
