@@ -116,7 +116,7 @@ class HybridGroup(ShardGroup):
     def traffic(self) -> dict[str, int]:
         """Return the bytes of buffers that this rank has sent; ``_outer`` keys count bytes between inner groups."""
         sent = super().traffic()
-        across = 2 * (self._outer.size - 1) * self._rows["reduce"] // self._outer.size
+        across = 2 * (self._outer.size - 1) * self._rows["sum"] // self._outer.size
         return {**sent, "reduce": sent["reduce"] + across, "reduce_outer": across, "gather_outer": 0}
 
 

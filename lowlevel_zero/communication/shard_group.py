@@ -101,7 +101,7 @@ class ShardGroup:
         self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # a bound method would make a reference cycle
         self._on_stream: OnStream | None = None
-        self._rows = {"reduce": 0, "gather": 0}  # bytes of those of buffers, by purpose
+        self._rows = {"sum": 0, "spread": 0, "gather": 0}  # bytes of those of buffers: "spread" are all-reduces' sums
         self._owns_data = False  # devices' tensors have a group of their own
         self._native: HostBackend | Native = Alone(0, 1) if self.size == 1 else Native(group)
         self._host_backend: HostBackend | None = None if self.has_others else Alone(0, 1)
@@ -229,20 +229,22 @@ class ShardGroup:
         ``buffer`` (``[size, row]``, contiguous) must stay as it is until the result is there, and may be gone then.
         """
         row = buffer.shape[1]
-        self._rows["reduce"] += encoded_size(row) if fp8 else row * buffer.element_size()
+        self._rows["sum"] += encoded_size(row) if fp8 else row * buffer.element_size()
         backend = self.backend(buffer.device, fp8)
         return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``. Communicates."""
         row = -(-buffer.numel() // self.size)
-        self._rows["reduce"] += 2 * (encoded_size(row) if fp8 else row * buffer.element_size())
+        nbytes = encoded_size(row) if fp8 else row * buffer.element_size()
+        self._rows["sum"] += nbytes
+        self._rows["spread"] += nbytes
         backend = self.backend(buffer.device, fp8)
         return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
 
     def reduce(self, buffer: Tensor, owner: int, about: About | None = None) -> Work[Tensor]:
         """Start reducing ``buffer`` to ``owner``, which gets the sum, 1-D; others get an empty tensor. Communicates."""
-        self._rows["reduce"] += -(-buffer.nbytes // self.size)
+        self._rows["sum"] += -(-buffer.nbytes // self.size)
         return self.progress.start(REDUCTION, about, (buffer,), self.backend(buffer.device).reduce, buffer, owner)
 
     def broadcast_from(
@@ -286,7 +288,8 @@ class ShardGroup:
         An all-reduce counts as the reduce-scatter and the gather that it is worth, whatever the backend does; so does
         a reduction to one rank, or a broadcast, as the mean over the ranks.
         """
-        return {purpose: (self.size - 1) * nbytes for purpose, nbytes in self._rows.items()}
+        rows, others = self._rows, self.size - 1
+        return {"reduce": others * (rows["sum"] + rows["spread"]), "gather": others * rows["gather"]}
 
     # ---- a few numbers ----
 

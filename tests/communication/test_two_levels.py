@@ -50,6 +50,10 @@ def test_slices_are_those_of_the_form(rank: int) -> None:
     flat = {"reduce": 480 * 5 // 6, "gather": 480 * 5 // 6}
     levels = {"reduce": 2 * 160 + 160, "gather": 2 * 160, "reduce_outer": 160, "gather_outer": 0}
     for form in ("flat", "pair", "keywords", "hybrid"):
+    _, of_stage_1 = wrapped(model := nn.Linear(12, 10, bias=False), adamw, **grid.options("hybrid"))
+    of_stage_1.backward(model(torch.ones(1, 12)).sum())
+    of_stage_1.step()
+    assert traffic_of(of_stage_1) == {**levels, "reduce": 4 * 160 + 160}
         torch.manual_seed(rank)
         model, optimizer = wrapped(nn.Linear(12, 10, bias=False), adamw, partition_grad=True, **grid.options(form))
         optimizer.backward(model(torch.ones(1, 12)).sum())
