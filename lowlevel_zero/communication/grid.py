@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import CONSTRUCT, Alike, agree, together
-from .backends.backend import Backend
+from .backends.backend import HOST_BUCKET, Backend, Kind
 from .backends.hybrid import Hybrid
 from .backends.staged import Staged, is_staged
 from .process_groups import await_all, backends_by_device, store_of, timeout_of, union_group
@@ -88,6 +88,7 @@ class HybridGroup(ShardGroup):
         self.slice_ranks = self._inner.slice_ranks
         self.rank, self.size = self._inner.rank, self._inner.size
         self.holders = [ranks[place :: self.size] for place in range(self.size)]
+        self._host_bucket = HOST_BUCKET
 
     @property
     def levels(self) -> Sequence[ShardGroup]:
@@ -95,10 +96,19 @@ class HybridGroup(ShardGroup):
         return self._outer, self._inner
 
     def _make_groups(self, sums_in_fp32: bool) -> None:
-        """Set up agreements of all ranks, and backends for buffers in this rank's row and column. Communicates."""
-        self._agreements()
+        """Set up backends for buffers in this rank's row and column, and agree on a bucket's size. Communicates.
+
+        One row may share memory where another sends messages, for which larger buckets are best.
+        """
+        agreements = self._agreements()
         for level in self.levels:
             level.connect(sums_in_fp32, self._owns_data)
+        own = torch.tensor([level.bucket_size(_HOST) for level in self.levels], device="cpu")
+        self._host_bucket = int(agreements.maximum(own, Kind.AGREEMENT).wait().max())
+
+    def bucket_size(self, device: torch.device) -> int:
+        """Return the default size of a gradient bucket on ``device``: a host's is the largest of any rank's level."""
+        return self._host_bucket if device.type == "cpu" else super().bucket_size(device)
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
         """Return the backend for ``device``: the outer and the inner groups' together, by way of the host on gloo."""

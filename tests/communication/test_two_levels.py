@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -49,11 +50,11 @@ def test_slices_are_those_of_the_form(rank: int) -> None:
     grid = Grid.of(rank, (2, 3))
     flat = {"reduce": 480 * 5 // 6, "gather": 480 * 5 // 6}
     levels = {"reduce": 2 * 160 + 160, "gather": 2 * 160, "reduce_outer": 160, "gather_outer": 0}
-    for form in ("flat", "pair", "keywords", "hybrid"):
     _, of_stage_1 = wrapped(model := nn.Linear(12, 10, bias=False), adamw, **grid.options("hybrid"))
     of_stage_1.backward(model(torch.ones(1, 12)).sum())
     of_stage_1.step()
     assert traffic_of(of_stage_1) == {**levels, "reduce": 4 * 160 + 160}
+    for form in ("flat", "pair", "keywords", "hybrid"):
         torch.manual_seed(rank)
         model, optimizer = wrapped(nn.Linear(12, 10, bias=False), adamw, partition_grad=True, **grid.options(form))
         optimizer.backward(model(torch.ones(1, 12)).sum())
@@ -66,6 +67,18 @@ def test_slices_are_those_of_the_form(rank: int) -> None:
         state = optimizer.state_dict(only_on_master=True)["state"]
         assert len(state[0]) == (0 if rank else 3)
         check_accessors(model.weight)
+
+
+@on_ranks(4, timeout=60)
+def test_buckets_are_cut_alike_where_one_row_alone_shares_memory(rank: int) -> None:
+    """Messages are cut into larger ones."""
+    os.environ["LOWLEVEL_ZERO_SHARED_MEMORY"] = str(int(rank < 3))
+    model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(2)))
+    options = Grid.of(rank, (2, 2)).options("hybrid")
+    _, optimizer = wrapped(model, adamw, partition_grad=True, **options)
+    optimizer.backward(model(torch.ones(1, 1000)).sum())
+    optimizer.step()
+    optimizer.verify()
 
 
 def test_part_of_the_world_is_enough_and_threads_end_with_their_optimizer() -> None:

@@ -32,7 +32,6 @@ class Hybrid(Backend):
         self._inner = inner
         self.chain = chain
         self.in_flight, self.gathers_in_flight = inner.in_flight, inner.gathers_in_flight
-        self.bucket_size = max(inner.bucket_size, outer.bucket_size)
 
     def new_buffer(self, row: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> Tensor:
         """Return a new buffer of the inner group's backend."""
