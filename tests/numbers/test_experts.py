@@ -154,7 +154,7 @@ MISTAKES: dict[str, tuple[Change, list[tuple[type[Exception], str]]]] = {
     ),
     "not a parameter": (
         lambda rank, model, layout: {layout.twins: ["gate"]},
-        [(TypeError, "expected lists of param")],
+        [(TypeError, "expected a list of param")],
     ),
     "a stranger": (
         lambda rank, model, layout: {layout.twins: [nn.Parameter(torch.zeros(2, 9))]},
