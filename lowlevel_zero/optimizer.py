@@ -147,7 +147,7 @@ class LowLevelZeroOptimizer(ColossalNames):
         options = agreed_verbosity(group, options)
         groups = connected(group, checked, options)
         retire_former(checked.new, checked.names, groups[0])
-        parameters = ParameterStore(groups, checked.assignment.number_of)
+        parameters = ParameterStore(groups, checked.assignment.number_of, checked.assignment.listed)
         sharding = shard(optimizer, parameters, options, checked, CONSTRUCT, model)
         with together(groups[0], CONSTRUCT):
             sharding.take_slices()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ class ParameterStore:
 
     shard_groups: Sequence[ShardGroup]  # the ranks that share parameters
     _shard_group_of: Mapping[Tensor, int]  # the shard groups' indices of tensors that aren't of the first
+    listed: Collection[Tensor] = ()  # the parameters that the caller has listed under a shard group
     records: list[ShardedParameter] = field(default_factory=list)  # the trainable ones, in order of registration
     groups: list[list[nn.Parameter]] = field(default_factory=list)  # frozen ones too: the order a state dict counts in
     slices: list[list[Tensor]] = field(default_factory=list)  # each param group's master slices

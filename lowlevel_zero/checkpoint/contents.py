@@ -107,7 +107,10 @@ class Contents:
         """Fill ``entries`` and ``tied``, and return shard groups' numbers by tensor; raise if the model lacks one."""
         owners = _owners(self.optimizers)
         number = {_ranks_of(group): at for at, group in enumerate(self.groups) if at}
-        number_of = {p: number.get(_ranks_of(owner.ranks), 0) for p, owner in owners.items()}
+        stores = [optimizer.sharded_parameters for optimizer in self.optimizers.values()]
+        known = {p: store.shard_groups[store.shard_group_of(p)] for store in stores for p in store.listed}
+        known |= {p: owner.ranks for p, owner in owners.items()}
+        number_of = {p: number.get(_ranks_of(each), 0) for p, each in known.items()}
         add_companions(number_of, model)
         names: dict[Tensor, str] = {}
         for name, tensor in named_tensors(model, persistent=True):

@@ -21,7 +21,7 @@ from ..communication.grid import shard_group
 from ..communication.shard_group import ShardGroup
 from ..diagnostics.settings import described
 from ..diagnostics.stall_report import seconds_of, watch
-from ..experts.assignment import Assignment, assign, dtypes_in_common, make_groups
+from ..experts.assignment import Assignment, assign, check_listed, dtypes_in_common, make_groups
 from ..optim.splits import check_and_choose, may_write_unused
 from ..options import ZeroOptions
 from ..partition import Choice
@@ -115,6 +115,7 @@ def add_group(
         check_new(members, parameters)
         names = parameter_names((each["params"] for each in optimizer.param_groups), model)
         new = [p for p in members if p.requires_grad]
+        check_listed(new, names, parameters)
         known: dict[Tensor, str] = {record.p: record.name for record in parameters}
         check_parameters(optimizer, new, names, groups[0], options, known=known)
         if not scaled and any((options.forced_dtype or p.dtype) == torch.float16 for p in new):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
+from ..bookkeeping.parameter_store import ParameterStore
 from ..communication.agreement import CONSTRUCT, agree_apart
 from ..communication.shard_group import ShardGroup
 from ..options import ZeroOptions
@@ -27,10 +28,12 @@ class Assignment(NamedTuple):
             parameters, which is the same on all ranks. All data-parallel ranks are shard group 0.
         number_of: the number of the shard group by parameter. Buffers and frozen parameters of a module that is one
             group's alone have its number, too.
+        listed: the parameters that the caller has listed, under whichever group.
     """
 
     groups: Sequence[dist.ProcessGroup]
     number_of: dict[Tensor, int]
+    listed: Collection[Tensor] = ()
 
 
 def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
@@ -83,7 +86,7 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
     number: dict[dist.ProcessGroup, int] = {pg: at for at, pg in enumerate([dp.group, *groups])}
     number_of = {p: 0 for p in names if p.requires_grad} | {p: number[pg] for p, pg in group_of.items()}
     add_companions(number_of, model)
-    return Assignment(groups, {tensor: at for tensor, at in number_of.items() if at})
+    return Assignment(groups, {tensor: at for tensor, at in number_of.items() if at}, set(group_of))
 
 
 def _groups_by_parameter(
@@ -145,15 +148,36 @@ def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
 
 
 def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> None:
-    """Add to ``number_of`` the buffers and frozen parameters of modules that belong to one shard group."""
+    """Add to ``number_of`` the buffers and frozen parameters of modules that belong to one shard group.
+
+    A module with all of the model's parameters is the model itself, or wraps it: what has no number in it is shared by
+    all data-parallel ranks.
+    """
+    whole = 0 if model is None else len(list(model.parameters()))
     for module in model.modules() if model is not None else ():
         parameters = list(module.parameters())
-        numbers = {number_of[p] for p in parameters if p in number_of}  # others may be another optimizer's
+        numbers = {number_of.get(p) for p in parameters}
+        if len(parameters) < whole:
+            numbers.discard(None)  # frozen ones, or another optimizer's
         if len(numbers) == 1:
             (number,) = numbers
             for tensor in (*parameters, *module.buffers()):
                 if number:
                     number_of.setdefault(tensor, number)
+
+
+def check_listed(new: Iterable[Tensor], names: Mapping[Tensor, str], parameters: ParameterStore) -> None:
+    """Raise ``ValueError`` if one of ``new`` parameters has experts beside it, and isn't listed: whose is it?
+
+    While it was frozen it counted as the experts'. A frozen layer that all ranks share may look the same.
+    """
+    for p in new:
+        if parameters.shard_group_of(p) and p not in parameters.listed:
+            raise ValueError(
+                f"{names[p]}: expected it in a list of {_KEYWORD}, since what else was trained in its module at "
+                "construction is experts', got it in none: construct the optimizer with it under the experts' group, "
+                "or under that of all data-parallel ranks if they share it"
+            )
 
 
 # ---- groups ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.checkpoint import read_manifest, save_checkpoint
 from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.deepspeed import full_grads, safe_get_full_grad
 from lowlevel_zero.layout import traffic_of
@@ -98,6 +100,56 @@ def test_each_group_starts_from_its_own_first_rank(rank: int) -> None:
     wrap(Run(4, 2), model, layout)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert (tensor == (rank % 2 if name.startswith("experts") else 0)).all(), name
+
+
+def _frozen_beside(rank: int) -> nn.ModuleDict:
+    """A frozen layer and an expert, in the model itself and once more in a module of it; other values on each rank."""
+    torch.manual_seed(rank)
+    pairs = [{"frozen": nn.Linear(3, 3), "expert": nn.Linear(3, 3)} for _ in range(2)]
+    for pair in pairs:
+        pair["frozen"].requires_grad_(False)
+    return nn.ModuleDict({**pairs[0], "inner": nn.ModuleDict(pairs[1])})
+
+
+@on_ranks(2, (False, True), one_group=False, timeout=30)
+def test_frozen_layers_beside_experts_are_all_ranks_if_the_model_has_them_or_lists_them_so(
+    rank: int, in_optimizer: bool, tmp_path: Path
+) -> None:
+    """They start from rank 0, are saved once, and train together when they are unfrozen."""
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model = _frozen_beside(rank)
+    frozen, experts, inner = model["frozen"], [model["expert"], model["inner"]["expert"]], model["inner"]["frozen"]
+    trained = [p for each in experts for p in each.parameters()]
+    listed = {alone: trained, dist.group.WORLD: list(inner.parameters())}
+    members = model.parameters() if in_optimizer else trained
+    optimizer = LowLevelZeroOptimizer(sgd(members), listed, model=model, dp_process_group=dist.group.WORLD)
+    save_checkpoint(folder := tmp_path / f"{in_optimizer}", model, optimizer)
+    names = {name.partition("@")[0] for name in read_manifest(folder).tensors if "@" in name}
+    assert names == {f"{place}expert.{name}" for place in ("", "inner.") for name in ("weight", "bias")}
+    late = [*frozen.parameters(), *inner.parameters()]
+    for p in late:
+        p.requires_grad_(True)
+    optimizer.add_param_group({"params": late})
+    for _ in range(2):
+        optimizer.backward(model["expert"](frozen(inner(torch.full((2, 3), rank + 1.0)))).square().sum())
+        optimizer.step()
+    optimizer.verify()
+    first: list[list[Any]] = [[], []]
+    dist.all_gather_object(first, [p.tolist() for p in late])
+    assert first[0] == first[1]
+
+
+@on_ranks(2, timeout=30)
+def test_a_frozen_layer_that_counts_as_experts_is_not_trained_unless_it_is_listed(rank: int) -> None:
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model = _frozen_beside(rank)
+    inner = model["inner"]["frozen"]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = LowLevelZeroOptimizer(sgd(trained), {alone: trained}, model=model, dp_process_group=dist.group.WORLD)
+    inner.requires_grad_(rank == 0)
+    told = (ValueError, "inner.frozen.weight: expected it in a list") if rank == 0 else (RuntimeError, "rank 0 could")
+    with pytest.raises(told[0], match=told[1]):
+        optimizer.add_param_group({"params": list(inner.parameters()) if rank == 0 else []})
 
 
 def test_experts_may_have_names_of_their_own_and_other_shapes() -> None:
