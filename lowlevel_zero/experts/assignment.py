@@ -46,16 +46,16 @@ def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
 
 
 def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) -> dist.ProcessGroup | None:
-    """Return ``given``, or the largest group of a mapping with all trainable parameters, or None. Raises nothing.
+    """Return ``given``, or the largest group of a mapping with all the optimizer's parameters, or None. Raises nothing.
 
     It is the group of all data-parallel ranks; None: the default one. The largest has the ranks of all others:
-    ColossalAI's callers pass it so.
+    ColossalAI's callers pass it so. Frozen parameters count, since one rank alone may have frozen its own.
     """
     if given is not None or not isinstance(pg_to_param_list, Mapping) or not isinstance(optimizer, Optimizer):
         return given  # type: ignore[no-any-return]  # whatever it is, the checks find it
     with suppress(Exception):  # whatever is wrong with the arguments, the checks find it, where the ranks agree on it
         listed = {p for members in pg_to_param_list.values() for p in members}
-        if all(p in listed or not p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        if all(p in listed for group in optimizer.param_groups for p in group["params"]):
             ranks = {pg: set(_ranks(pg)) for pg in pg_to_param_list if isinstance(pg, dist.ProcessGroup)}
             return next((pg for pg in ranks if all(ranks[pg] >= others for others in ranks.values())), None)
     return None

@@ -152,6 +152,15 @@ def test_a_frozen_layer_that_counts_as_experts_is_not_trained_unless_it_is_liste
         optimizer.add_param_group({"params": list(inner.parameters()) if rank == 0 else []})
 
 
+@on_ranks(2, timeout=30)
+def test_a_parameter_that_one_rank_alone_has_frozen_is_told_of(rank: int) -> None:
+    """The ranks meet in the default group, though all that one of them trains is listed."""
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model = nn.ModuleDict({"router": nn.Linear(3, 3).requires_grad_(rank == 1), "expert": nn.Linear(3, 3)})
+    with pytest.raises(ValueError, match=r"router\.weight of group 0"):
+        LowLevelZeroOptimizer(sgd(model.parameters()), {alone: list(model["expert"].parameters())}, model=model)
+
+
 def test_experts_may_have_names_of_their_own_and_other_shapes() -> None:
     """As where a rank keeps the experts of a dense model that are its own."""
 
