@@ -64,9 +64,11 @@ def decode(encoded: Tensor, numel: int) -> Tensor:
 
 
 def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
-    """Return a mask of ``rounded``, ``[n]``: the numbers that fp8 may have made of ``exact``, whatever the blocks.
+    """Return a mask of ``rounded``, ``[n]``: the numbers that fp8 may have made of ``exact``, beside one another.
 
-    A number that is tiny beside the largest may have been rounded in many ways, to one as tiny.
+    A number that is tiny beside the largest may have been rounded in many ways, to one as tiny. The first and last
+    numbers may have shared a block with another parameter: beside far larger ones they were rounded further than this
+    allows for, and count as others.
     """
     encoded = torch.empty(1, encoded_size(exact.numel()), dtype=torch.uint8, device=exact.device)
     encode(exact[None], encoded)
