@@ -30,6 +30,8 @@ _PEERS = {
     "fsdp2": "turns parameters into `DTensor`s, module by module; a layer that drops on one rank alone hangs it",
     "deepspeed-2": "its engine owns the training loop; dropped layers still decay",
     "colossalai-2": "no `no_sync` in stage 2; sums gradients in 16 bits; made for GPUs (that check is left out here)",
+    "ours-1-messages": "",
+    "ours-2-messages": "",
     "ours-1": "",
     "ours-2": "",
     "ours-2-drop": "",
