@@ -1,4 +1,4 @@
-"""Collect the errors and warnings of the package from its source, as a page of the reference."""
+"""Collect the errors and warnings of the package from its source, as a page of the reference, and print it if run."""
 
 from __future__ import annotations
 
@@ -177,3 +177,7 @@ def _is_for_users(message: Message, file: str) -> bool:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+if __name__ == "__main__":
+    print(page())

@@ -8,6 +8,7 @@ import inspect
 import os
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -272,7 +273,9 @@ def test_what_is_rendered_has_a_docstring() -> None:
             assert inspect.getdoc(getattr(module, name)), f"{module.__name__}.{name}"
 
 
-def test_messages_are_collected_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_collected_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     source = """
 LATE = "expected one call, got a late one: call it once ({})"
@@ -285,6 +288,8 @@ def f(name, n):
     assert late.parts == ("{name}: expected one call, got a late one", "call it once ({...})")
     assert rank == ("warning", "a rank is late")
     page = messages.page()
+    runpy.run_path(str(ROOT / "docs" / "messages.py"), run_name="__main__")
+    assert capsys.readouterr().out == f"{page}\n"
     assert "## A checkpoint isn't saved or loaded" in page
     assert "call optimizer.step(), not optimizer.optim.step()" in page
     rows = re.findall(r"^\| (.*) \| (.*) \| (\w+) \|$", page, flags=re.MULTILINE)
