@@ -209,7 +209,10 @@ class Diagnostics:
         may_differ=True,
     )
     stall_timeout: float = option(
-        60.0, "after waiting this many seconds, log the collective and the missing ranks; 0: never.", _SECONDS
+        60.0,
+        "after waiting this many seconds, or 0.4 of the process group's timeout if that is less, log the collective "
+        "and the missing ranks, once for each wait; 0: never.",
+        _SECONDS,
     )
     verify_every: int = option(0, "call ``verify()`` after every so many steps; 0: never.", _STEPS)
     error_if_nonfinite: bool = option(
