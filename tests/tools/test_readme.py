@@ -9,6 +9,7 @@ import os
 import pkgutil
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +38,11 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-# tests/trainers/test_docs.py, and the tests of the tutorial below, run the scripts of the pages that are left out.
+# tests/trainers/test_docs.py, and the tests of whole scripts below, run those of the pages that are left out.
 PAGES = [
     (ROOT / "README.md", 1),
     (ROOT / "README.md", 2),
-    *((page, 2) for page in DOCS if page.stem not in ("trainers", "tutorial")),
+    *((page, 2) for page in DOCS if page.stem not in ("trainers", "tutorial", "several-optimizers")),
 ]
 
 
@@ -182,11 +183,12 @@ def test_what_an_option_is_called_here_exists() -> None:
     assert {name for name in named if "_" in name} <= known
 
 
-# The tutorial: its scripts run, the change keeps DDP's losses, and the last one resumes on other ranks.
+# Whole scripts run, the tutorial's change keeps DDP's losses, and what resumes does so on other ranks.
 
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 FIRST, LAST = blocks("python", TUTORIAL)
 (DIFF,) = blocks("diff", TUTORIAL)
+(SEVERAL,) = blocks("python", (ROOT / "docs" / "several-optimizers.md").read_text())
 
 
 def changed(script: str) -> str:
@@ -210,10 +212,10 @@ def run(script: str, world_size: int, folder: Path) -> list[dict[str, object]]:
     def rank(rank: int, world_size: int) -> dict[str, object]:
         os.chdir(folder)
         names: dict[str, object] = {"__name__": "__main__"}
-        own = script.replace(
-            'dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")', "pass"
-        )
-        exec(compile(own, "train.py", "exec"), names)
+        with pytest.MonkeyPatch.context() as patch:  # the ranks have a process group already
+            patch.setattr(dist, "init_process_group", lambda *_: None)
+            patch.setattr(dist, "destroy_process_group", lambda: None)
+            exec(compile(script, "train.py", "exec"), names)
         return {name: value for name, value in names.items() if isinstance(value, int | float | list)}
 
     return [*run_ranks(rank, world_size)]
@@ -233,6 +235,16 @@ def test_the_last_script_resumes_on_another_number_of_ranks(tmp_path: Path) -> N
     assert [names["step"] for names in then] == [39] * 3
     assert first[0]["total"] > then[0]["total"]
     assert sorted(os.listdir(tmp_path / "run")) == ["step-20", "step-40"]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="before torch 2.9")
+def test_the_script_of_several_optimizers_prints_the_same_loss_on_another_number_of_ranks(tmp_path: Path) -> None:
+    first, then = run(SEVERAL, 2, tmp_path), run(SEVERAL, 3, tmp_path)
+    shutil.rmtree(tmp_path / "run-muon" / "step-20")
+    again = run(SEVERAL, 2, tmp_path)
+    assert [names["step"] for names in (*first, *then, *again)] == [9] * 2 + [19] * 5
+    assert first[0]["total"] > then[0]["total"]
+    assert [names["total"] for names in then] == pytest.approx([again[0]["total"]] * 3, rel=1e-3)
 
 
 # The reference renders what is public, and nothing else.
