@@ -18,7 +18,7 @@ device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is
 torch.manual_seed(0)
 
 model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1)).to(device)
-optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model, stage=2)
+optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model=model, stage=2)
 
 newest = latest("run", group=dist.group.WORLD)
 first = 0 if newest is None else load_checkpoint(newest, model, optimizer)["step"]
@@ -26,7 +26,7 @@ for step in range(first, STEPS):
     numbers = torch.Generator().manual_seed(step * ranks + rank)  # Each rank has its own share of the batch.
     x = torch.randn(32, 8, generator=numbers).to(device)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
+    optimizer.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
