@@ -29,8 +29,8 @@ from .sharded_state import ShardedState
 
 _EXTRA = "_extra_state"
 _BUILD_ANEW = (
-    "build the model that was saved, or load another checkpoint; for a changed model, load_state_dict the weights that "
-    "«python -m lowlevel_zero consolidate» writes, before constructing the optimizer"
+    "build the model that was saved, or load another checkpoint; to load a part of one into a changed model, see "
+    "docs/checkpoints.md"
 )
 _SHARE_ALIKE = (
     "build the model that was saved, and share experts out among as many groups, or, before saving, give them their "
