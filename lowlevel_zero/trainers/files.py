@@ -41,9 +41,9 @@ def remove_sharded(folder: Path) -> None:
 
 
 def place_for(path: Path) -> Path:
-    """Finish an interrupted replacement, and return ``path``, or ``<path>.new`` if ``path`` holds a checkpoint.
+    """Finish an interrupted replacement, and return ``path``, or ``<path>.new`` if a checkpoint or a link is there.
 
-    What the interrupted one has left may be the only checkpoint.
+    What the interrupted one has left may be the only checkpoint. What a link points to stays as it is.
 
     Raises:
         FileExistsError: something else is in the former one's directory.
@@ -51,10 +51,14 @@ def place_for(path: Path) -> Path:
     beside = path.with_name(f"{path.name}.new")
     if (beside / MANIFEST).exists():  # a crash has left it
         if (path / MANIFEST).exists():
-            remove(beside)
+            _remove(beside)
         else:  # the former one had gone, or begun to go, for it
+            if path.is_symlink():
+                path.unlink()
             finish_removal(path)
             publish(beside, path)
+    if path.is_symlink():  # as Lightning's last.ckpt, to the newest one
+        return beside
     if not (path / MANIFEST).exists():
         return path
     others = {file.name for file in path.iterdir()} - {MANIFEST, *read_manifest(path).files}
@@ -64,7 +68,15 @@ def place_for(path: Path) -> Path:
 
 
 def put_in_place(written: Path, path: Path) -> None:
-    """Replace the checkpoint ``path`` by the one at ``written``, unless both are the same path."""
+    """Replace the checkpoint or link ``path`` by the checkpoint ``written``, unless both are the same path."""
     if written != path:
-        remove(path)
+        _remove(path)
         publish(written, path)
+
+
+def _remove(path: Path) -> None:
+    """Remove the checkpoint ``path``, or only the link that is there."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        remove(path)

@@ -403,6 +403,32 @@ def test_a_crash_while_the_last_one_is_replaced_loses_nothing(begun: bool, tmp_p
     run_ranks(save, 1)
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_is_replaced_and_what_it_points_to_stays(dangling: bool, tmp_path: Path) -> None:
+    """As Lightning's last.ckpt with save_last="link"; also where a crash had left the new one beside."""
+
+    def save(rank: int, world_size: int) -> None:
+        model = torch.nn.Linear(3, 2)
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model)
+        first, path = tmp_path / "epoch=0.ckpt", tmp_path / "last.ckpt"
+        save_checkpoint(first, model, optimizer, extra=1)
+        before = {file.name: file.read_bytes() for file in first.iterdir()}
+        for crashes in (True, False):
+            path.symlink_to("gone" if dangling else first.name)
+            beside = place_for(path)
+            if crashes:
+                save_checkpoint(beside, model, optimizer, extra=2)
+                beside = place_for(path)
+            save_checkpoint(beside, model, optimizer, extra=3)
+            put_in_place(beside, path)
+            assert load_checkpoint(path, model, optimizer) == 3
+            assert before == {file.name: file.read_bytes() for file in first.iterdir()}
+            assert {place.name for place in tmp_path.iterdir()} == {"epoch=0.ckpt", "last.ckpt"}
+            remove(path)
+
+    run_ranks(save, 1)
+
+
 # ---- mistakes ----
 
 
