@@ -37,6 +37,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         RuntimeError: accelerate doesn't see the processes that were launched.
     """
 
+    _models: list[Any]
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, zero_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -62,6 +63,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         """Return ``model``, moved, autocast and compiled, but not wrapped; raise if it is in DDP or FSDP."""
         check_plain(model)
         prepared: M = super().prepare_model(model, device_placement, evaluation_mode=True)
+        # A compiled one, which prepare hands over again, would be listed and saved beside the module that it wraps.
+        self._models = list(dict.fromkeys(getattr(each, "_orig_mod", each) for each in self._models))
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
@@ -74,7 +77,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     def _shard(self, optimizer: Optimizer) -> LowLevelZeroOptimizer:
         """Return ``optimizer`` sharded; raise ``ValueError`` if no prepared model has its parameters. Communicates."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        models = [model for model in dict.fromkeys(self._models) if not own.isdisjoint(model.parameters())]
+        models = [model for model in self._models if not own.isdisjoint(model.parameters())]
         if not models:
             raise ValueError(
                 "prepare: expected an optimizer over parameters of a prepared model, got one that holds none of them: "

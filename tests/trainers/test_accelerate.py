@@ -386,6 +386,26 @@ def test_goes_on_from_a_saved_state(world_size: int, tmp_path: Path, subtests: p
                 check_ends(ends, own_ends, 10 * exact)
 
 
+def compiled_and_not(rank: int, world_size: int, folder: str) -> None:
+    """A compiled model's state is a plain one's, in the same files, by accelerate and by ours."""
+    run = Run(make=adamw, model=lambda rank: LayerDrop(rank, kept=1))
+    ways = [(Accelerator, "eager"), (ZeroAccelerator, "no"), (ZeroAccelerator, "eager"), (ZeroAccelerator, "no")]
+    for number, (cls, backend) in enumerate(ways):
+        with launched(rank, world_size):
+            prepared = prepare(cls(cpu=True, dynamo_backend=backend), run)
+            if number:
+                prepared.accelerator.load_state(f"{folder}/{number - 1}")
+                assert set(prepared.optimizer.optimizer.parameter_names().values()) == set(weights(run.model(rank)))
+            train(prepared, run)
+            prepared.accelerator.save_state(f"{folder}/{number}")
+            prepared.accelerator.wait_for_everyone()
+            assert [file.name for file in Path(folder, str(number)).glob("model*")] == ["model.safetensors"]
+
+
+def test_a_compiled_model_is_saved_and_named_as_it_is_plain(tmp_path: Path) -> None:
+    run_cases(compiled_and_not, 2, [(str(tmp_path),)])[0][1].values()
+
+
 # ---- mistakes ----
 
 
