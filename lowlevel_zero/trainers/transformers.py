@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
@@ -36,6 +37,7 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
     """
 
     accelerator: Any
+    optimizer: Any
 
     def __init__(
         self,
@@ -66,6 +68,13 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
                 num_steps=1, sync_each_batch=chosen.get("sync_each_batch", False)
             ),
         )
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        """Return what ``Trainer`` does; where it begins to train a compiled model, prepare the optimizer. Communicates."""
+        wrapped = super()._wrap_model(model, training, dataloader)
+        if training and wrapped is not self.model:  # compiled before: Trainer takes it, and its optimizer, for prepared
+            _, self.optimizer = self.accelerator.prepare(wrapped, self.optimizer)
+        return wrapped
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as ``Trainer`` does; within a checkpoint, also wait until all ranks have come here."""

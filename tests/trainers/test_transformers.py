@@ -208,6 +208,23 @@ def test_trains_as_transformers_ddp_does(world_size: int, tmp_path: Path, subtes
                 assert len(theirs[0]) >= STEPS
 
 
+def compiled_before(rank: int, world_size: int, folder: str) -> None:
+    """By an evaluation, and by training; of fp16, whose loss is scaled where the optimizer is known."""
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = Run(compiled, {**STAGE_2, "initial_scale": 64.0}, lambda rank: LayerDrop(rank, kept=1).half())
+    with launched(rank, world_size):
+        trainer = trainer_of(1, run, rank, folder)
+        trainer.evaluate()
+        for _ in range(2):
+            trainer.train()
+            trainer.optimizer.optimizer.verify()
+            assert trainer.model_wrapped is not trainer.model
+
+
+def test_a_model_that_is_compiled_already_has_its_optimizer_sharded(tmp_path: Path) -> None:
+    run_ranks(compiled_before, 2, str(tmp_path))
+
+
 # ---- checkpoints ----
 
 
