@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from transformers import Trainer
@@ -70,8 +71,13 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
         )
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        """Return what ``Trainer`` does; where it begins to train a compiled model, prepare the optimizer. Communicates."""
+        """Return what ``Trainer`` does; where it begins to train a compiled model, prepare the optimizer. Communicates.
+
+        Gradients are dropped then, as ``Trainer`` drops ``p.grad``: the last backward may have run out of memory.
+        """
         wrapped = super()._wrap_model(model, training, dataloader)
+        if training and isinstance(self.optimizer, AcceleratedOptimizer):
+            self.optimizer.optimizer.zero_grad()
         if training and wrapped is not self.model:  # compiled before: Trainer takes it, and its optimizer, for prepared
             _, self.optimizer = self.accelerator.prepare(wrapped, self.optimizer)
         return wrapped

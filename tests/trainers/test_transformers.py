@@ -62,6 +62,27 @@ class Ours(Recorder, ZeroTrainer):
     pass
 
 
+class ShortOfMemory(Recorder):
+    """Runs out of memory in the midst of a backward, unless batches are small."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._train_batch_size < 3:
+            return super().training_step(*args, **kwargs)
+        hook = self.model.transformer.h[0].ln_2.bias.register_hook(out_of_memory)
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            hook.remove()
+
+
+def out_of_memory(_: Tensor) -> None:
+    raise RuntimeError("CUDA out of memory.")
+
+
+class OursShortOfMemory(ShortOfMemory, ZeroTrainer):
+    pass
+
+
 class TheirsFromSequences(Recorder, Seq2SeqTrainer):  # type: ignore[misc]
     pass
 
@@ -177,6 +198,11 @@ RUNS = {
     ),
     "evaluated": Run({**EVALUATED, "eval_on_start": True}, STAGE_2),
     "schedule-free": Run({**EVALUATED, "optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}, STAGE_2),
+    "memory runs out": Run(
+        {"auto_find_batch_size": True, "per_device_train_batch_size": 4},
+        STAGE_2,
+        trainers=(ShortOfMemory, OursShortOfMemory),
+    ),
     "LoRA": Run(zero=STAGE_2, model=lora),
     "sequences": Run(zero=STAGE_2, trainers=(TheirsFromSequences, OursFromSequences)),
 }
