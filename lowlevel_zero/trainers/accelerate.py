@@ -147,7 +147,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         with self._without_optimizers():
             saved: str = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
-            save_sharded(optimizer, Path(saved, f"optimizer_{number}"))
+            save_sharded(optimizer, *_places(saved, number))
         return saved
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -157,8 +157,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         with hook, self._without_optimizers():
             super().load_state(input_dir, *args, **kwargs)
         for number, optimizer in enumerate(self._sharded()):
-            file = f"optimizer_{number}.bin" if number else "optimizer.bin"
-            load_optimizer(optimizer, Path(found[0], f"optimizer_{number}"), Path(found[0], file))
+            load_optimizer(optimizer, *_places(found[0], number))
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
@@ -168,3 +167,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
             yield
         finally:
             self._optimizers = prepared
+
+
+def _places(directory: str, number: int) -> tuple[Path, Path]:
+    """Return the folder of an optimizer's slices, and the file to which accelerate writes an unsharded one."""
+    file = f"optimizer_{number}.bin" if number else "optimizer.bin"
+    return Path(directory, f"optimizer_{number}"), Path(directory, file)

@@ -17,9 +17,17 @@ from ..checkpoint.manifest import MANIFEST, METADATA
 from ..optimizer import LowLevelZeroOptimizer
 
 
-def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
-    """Write an optimizer's slices to ``folder``, replacing a former save. Communicates: every rank calls it."""
-    on_first_rank(optimizer.shard_group, lambda: remove_sharded(folder))
+def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> None:
+    """Write an optimizer's slices to ``folder``, replacing a former save there or to ``file``. Communicates.
+
+    Else an unsharded run, or any run after a crash of this one, would load the former state.
+    """
+
+    def remove_former() -> None:
+        file.unlink(missing_ok=True)
+        remove_sharded(folder)
+
+    on_first_rank(optimizer.shard_group, remove_former)
     save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 

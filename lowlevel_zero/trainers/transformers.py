@@ -91,13 +91,14 @@ class ZeroTrainerMixin(Trainer):  # type: ignore[misc]  # transformers' types ar
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the scheduler, and each rank's slices or, by one rank, the gathered state. Communicates."""
         optimizer = self.optimizer.optimizer
+        folder, file = Path(output_dir, _FOLDER), Path(output_dir, OPTIMIZER_NAME)
         if self.sharded_checkpoint:
-            save_sharded(optimizer, Path(output_dir, _FOLDER))
+            save_sharded(optimizer, folder, file)
         else:
             state = optimizer.state_dict(only_on_master=not self.args.save_on_each_node)
             if self.args.should_save:
-                torch.save(state, Path(output_dir, OPTIMIZER_NAME))
-                remove_sharded(Path(output_dir, _FOLDER))  # of a former run, which loading would prefer
+                remove_sharded(folder)  # of a former run, which loading would prefer
+                torch.save(state, file)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 

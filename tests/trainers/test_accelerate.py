@@ -370,6 +370,8 @@ def go_on(rank: int, world_size: int, folder: str, way: str) -> tuple[Result, Re
         saved = load_file(f"{folder}/model/model.safetensors")
         assert all(torch.equal(p, saved[name.removeprefix("module.")]) for name, p in weights(second.model).items())
         own = train(second, run, batches[4:])
+        second.accelerator.save_state(place)
+        assert not Path(folder, "optimizer.bin").exists()  # which accelerate would load
         return (losses, ends), (own, weights(second.model))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +311,8 @@ def after_other_form(rank: int, world_size: int, folder: str, first: bool) -> tu
     loaded: list[Any] = []
     train(first, 0.5)
     saved = train(not first, 0.01)
+    forms = {"optimizer_0/.metadata": not first, "optimizer.pt": first}
+    assert {name: Path(folder, "checkpoint-2", name).exists() for name in forms} == forms
     train(not first, 0.01, [Loaded()], f"{folder}/checkpoint-2")
     return saved, loaded[0]
 
@@ -319,6 +321,31 @@ def test_what_an_earlier_run_has_saved_in_another_form_is_not_loaded(tmp_path: P
     for _, ran in run_cases(after_other_form, 2, [(str(tmp_path / f"{first}"), first) for first in (True, False)]):
         for saved, loaded in ran.values():
             assert not differences(saved, loaded)
+
+
+def crash_in_other_form(rank: int, world_size: int, folder: str) -> None:
+    """Nothing loads, then, where a whole state was to be written over slices."""
+    run = Run({"max_steps": 1, "save_strategy": "steps", "save_steps": 1})
+    sharded = replace(run, keywords=lambda _: {"sharded_checkpoint": True})
+    write = torch.save
+
+    def crash(what: Any, place: Any) -> None:
+        if str(place).endswith("optimizer.pt"):
+            raise OSError("disk full")
+        write(what, place)
+
+    with launched(rank, world_size):
+        trainer_of(1, sharded, rank, folder).train()
+        whole = trainer_of(1, run, rank, folder)
+        patch_rank(torch, "save", crash)
+        with pytest.raises(OSError, match="disk full"):
+            whole.train()
+        with pytest.raises(FileNotFoundError, match="optimizer.pt"):
+            trainer_of(1, run, rank, folder).train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+
+
+def test_a_crash_leaves_no_former_state_in_another_form(tmp_path: Path) -> None:
+    run_ranks(crash_in_other_form, 1, str(tmp_path))
 
 
 def saved(rank: int, world_size: int, folder: str) -> None:
