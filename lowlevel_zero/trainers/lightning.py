@@ -127,11 +127,11 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a folder of all ranks if ``sharded_checkpoint``, or rank 0's file, also of weights alone. Communicates.
+        """Save all ranks' folder of optimizers and weights if ``sharded_checkpoint``, or else rank 0's file. Communicates.
 
         A folder is written beside a former one of its name, as of the last epoch, and replaces it when it is whole.
         """
-        if not self.sharded_checkpoint or "optimizer_states" not in checkpoint:
+        if not self.sharded_checkpoint or not checkpoint.get("optimizer_states"):
             return super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[no-any-return]
         del checkpoint["optimizer_states"]
         if _places(checkpoint["state_dict"]) == _places(self.lightning_module_state_dict()):  # not a callback's

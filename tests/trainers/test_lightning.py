@@ -353,6 +353,24 @@ def test_evaluation_after_a_fit(tmp_path: Path, subtests: pytest.Subtests) -> No
     check_cases(subtests, 2, evaluate, [(tmp_path / "whole", whole), (tmp_path / "sharded", sharded)])
 
 
+def save_without_optimizers(rank: int, world_size: int, folder: Path) -> None:
+    """A trainer that has only validated has a file to save, from which a fit goes on."""
+    module, data, path = Net(adam=True), batches(8, seed=2), folder / "validated.ckpt"
+    with torchrun(rank, world_size):
+        trainer = trainer_of(world_size, sharded())
+        trainer.validate(module, data, verbose=False)
+        trainer.save_checkpoint(path)
+    assert path.is_file()
+    torch.manual_seed(7)
+    other = Net(adam=True)
+    fit(rank, world_size, other, sharded(), ckpt_path=path, max_epochs=0)
+    same(other.state_dict(), module.state_dict())
+
+
+def test_a_trainer_without_optimizers_saves_a_file(tmp_path: Path) -> None:
+    run_ranks(save_without_optimizers, 2, tmp_path)
+
+
 def save_again(rank: int, world_size: int, folder: Path) -> None:
     """A trainer writes one name anew in every epoch, and never over what it hasn't written."""
     module, last = Net(adam=True), folder / "last.ckpt"
