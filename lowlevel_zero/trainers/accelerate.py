@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
@@ -55,6 +55,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         """Return objects as accelerate prepares them, models first; raise if one isn't plain. Communicates."""
         for each in args:
             check_plain(each)
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        self._kept_beside([each for each in optimizers if not isinstance(each, AcceleratedOptimizer)])
         placed = zip(args, device_placement or len(args) * [None], strict=True)
         ready = [self.prepare_model(each, to) if isinstance(each, nn.Module) else each for each, to in placed]
         return super().prepare(*ready, device_placement=device_placement)
@@ -76,7 +78,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
 
     def _shard(self, optimizer: Optimizer) -> LowLevelZeroOptimizer:
         """Return ``optimizer`` sharded; raise ``ValueError`` if no prepared model has its parameters. Communicates."""
-        own = {p for group in optimizer.param_groups for p in group["params"]}
+        own, kept = _parameters_of([optimizer]), self._kept_beside([optimizer])
         models = [model for model in self._models if not own.isdisjoint(model.parameters())]
         if not models:
             raise ValueError(
@@ -86,9 +88,16 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
         start_alone()
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
         sharded = LowLevelZeroOptimizer(optimizer, model=model, **self.zero_options)
-        self._optimizers = [each for each in self._optimizers if not each.optimizer.is_retired]
-        check_loss_scales([*self._sharded(), sharded])
+        self._optimizers = kept
         return sharded
+
+    def _kept_beside(self, new: list[Optimizer]) -> list[Any]:
+        """Return the prepared optimizers that ``new`` ones won't retire; raise if one of several scales the loss."""
+        own = _parameters_of(new)
+        alive = [each for each in self._optimizers if not each.optimizer.is_retired]
+        kept = [each for each in alive if all(record.p not in own for record in each.optimizer.sharded_parameters)]
+        check_loss_scales([*(each.optimizer for each in kept), *new], self.zero_options.get("forced_dtype"))
+        return kept
 
     def _sharded(self) -> list[LowLevelZeroOptimizer]:
         return [each.optimizer for each in self._optimizers]
@@ -167,6 +176,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
             yield
         finally:
             self._optimizers = prepared
+
+
+def _parameters_of(optimizers: Iterable[Optimizer]) -> set[Tensor]:
+    return {p for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
 def _places(directory: str, number: int) -> tuple[Path, Path]:

@@ -6,9 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..optimizer import LowLevelZeroOptimizer
 
@@ -34,13 +36,23 @@ def check_plain(handed: object) -> None:
         )
 
 
-def check_loss_scales(optimizers: Sequence[LowLevelZeroOptimizer]) -> None:
-    """Raise ``ValueError`` if there are several optimizers, and one of them scales the loss."""
-    if len(optimizers) > 1 and any(each.scaler is not None for each in optimizers):
+def check_loss_scales(optimizers: Sequence[Optimizer], forced_dtype: torch.dtype | None = None) -> None:
+    """Raise ``ValueError`` if there are several optimizers, and one of them scales the loss, or will once sharded.
+
+    ``forced_dtype``: the option by which plain ones are sharded.
+    """
+    if len(optimizers) > 1 and any(_scales(each, forced_dtype) for each in optimizers):
         raise ValueError(
             "expected one optimizer where parameters are fp16, since it scales the loss, got several: use bf16, or one "
             "optimizer with several param groups"
         )
+
+
+def _scales(optimizer: Optimizer, forced_dtype: torch.dtype | None) -> bool:
+    if isinstance(optimizer, LowLevelZeroOptimizer):
+        return optimizer.scaler is not None
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return any((forced_dtype or p.dtype) == torch.float16 for p in trained)
 
 
 def check_accelerator(accelerator: Any) -> None:

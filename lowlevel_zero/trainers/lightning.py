@@ -71,8 +71,8 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
                 "return a torch optimizer over the module's parameters, or use strategy='ddp'"
             )
         module, zero = self.lightning_module, self.zero_options
+        check_loss_scales(self.optimizers, zero.get("forced_dtype"))
         self.optimizers = [LowLevelZeroOptimizer(each, model=module, **zero) for each in self.optimizers]
-        check_loss_scales(self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcast rank 0's buffers if ``broadcast_buffers``, and run the module's training step. Communicates."""
@@ -127,7 +127,7 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         return {} if self.sharded_checkpoint else optimizer.state_dict(only_on_master=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save all ranks' folder of optimizers and weights if ``sharded_checkpoint``, or else rank 0's file. Communicates.
+        """Save all ranks' folder if ``sharded_checkpoint`` and there are optimizers, else rank 0's file. Communicates.
 
         A folder is written beside a former one of its name, as of the last epoch, and replaces it when it is whole.
         """

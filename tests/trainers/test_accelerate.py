@@ -429,9 +429,26 @@ def wrapped_twice() -> tuple[Any, Any]:
     return model, LowLevelZeroOptimizer(optimizer, model=model)
 
 
-def several_in_fp16() -> tuple[Any, ...]:
+def several_in_fp16() -> None:
+    """Neither of them is sharded."""
     model = gpt2().half()
-    return model, adamw(model.transformer.h.parameters()), adamw(model.transformer.ln_f.parameters())
+    optimizers = [adamw(model.transformer.h.parameters()), adamw(model.transformer.ln_f.parameters())]
+    try:
+        ZeroAccelerator(cpu=True).prepare(model, *optimizers)
+    finally:
+        assert set(model.parameters()).issuperset(p for each in optimizers for p in each.param_groups[0]["params"])
+
+
+def another_in_fp16() -> None:
+    """The first one trains on, and a second one over its parameters may take its place."""
+    accelerator, model = ZeroAccelerator(cpu=True), gpt2().half()
+    model, first = accelerator.prepare(model, adamw(model.transformer.h.parameters()))
+    try:
+        accelerator.prepare(adamw(model.transformer.ln_f.parameters()))
+    finally:
+        first.optimizer.verify()
+        accelerator.prepare(adamw(model.parameters()))
+        assert first.optimizer.is_retired
 
 
 def without_an_optimizer() -> None:
@@ -465,7 +482,8 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     "dummy": (preparing(lambda: a_pair(lambda params: DummyOptim([]))), "TypeError: ", "got DummyOptim"),
     "no optimizer": (without_an_optimizer, "RuntimeError: ", "expected prepare(model, optimizer), got a model alone"),
     "another model": (preparing(lambda: (gpt2(), a_pair()[1])), "ValueError: ", "one that holds none of them"),
-    "several in fp16": (preparing(several_in_fp16), "ValueError: ", "expected one optimizer where parameters are fp16"),
+    "several in fp16": (several_in_fp16, "ValueError: ", "expected one optimizer where parameters are fp16"),
+    "another in fp16": (another_in_fp16, "ValueError: ", "expected one optimizer where parameters are fp16"),
     "unseen": (
         accelerating(cpu=False),
         "RuntimeError: ",

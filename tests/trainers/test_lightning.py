@@ -478,6 +478,16 @@ def mistake(make: Callable[[], pl.LightningModule], **options: Any) -> Check:
     return misuse
 
 
+def two_in_fp16(rank: int, world_size: int) -> None:
+    """Neither is sharded."""
+    module = Own(lambda module: ([sgd(module.inward.parameters()), sgd(module.outward.parameters())], []))
+    try:
+        fit(rank, world_size, module, ZeroStrategy(), precision="16-true")
+    finally:
+        optimizers = module.optimizers(use_pl_optimizer=False)
+        assert set(module.parameters()).issuperset(p for each in optimizers for p in each.param_groups[0]["params"])
+
+
 MISTAKES: dict[str, tuple[Any, ...]] = {
     "GradScaler": (
         mistake(Net, plugins=[MixedPrecision("16-mixed", "cpu")]),
@@ -488,7 +498,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         "TypeError: optimizer: expected a plain optimizer, got LowLevelZeroOptimizer",
     ),
     "fp16 of two": (
-        mistake(Gan, precision="16-true"),
+        two_in_fp16,
         "ValueError: ",
         "expected one optimizer where parameters are fp16, since it scales the loss, got several",
     ),
