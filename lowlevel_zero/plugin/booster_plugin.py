@@ -122,7 +122,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
 
 
 def _check_pair(model: object, optimizer: object) -> None:
-    """Raise unless ``model`` is a module and ``optimizer`` is None, boosted, or over the model's parameters."""
+    """Raise unless ``model`` is a module and ``optimizer``, boosted or not, is over its parameters, or None."""
     others = [each for each in (model, optimizer) if isinstance(each, ModelWrapper | OptimizerWrapper)]
     others = [each for each in others if not isinstance(each, BoostedOptimizer)]
     if others:
@@ -132,12 +132,16 @@ def _check_pair(model: object, optimizer: object) -> None:
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is None or isinstance(optimizer, BoostedOptimizer):
+    if optimizer is None:
         return
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     own = set(model.parameters())
-    for p, name in parameter_names((group["params"] for group in optimizer.param_groups), model).items():
+    if isinstance(optimizer, BoostedOptimizer):  # its groups hold slices
+        names = optimizer.parameter_names()
+    else:
+        names = parameter_names((group["params"] for group in optimizer.param_groups), model)
+    for p, name in names.items():
         if p not in own:
             raise ValueError(
                 f"optimizer: expected parameters of the model, got others, first {name}, {tuple(p.shape)}: make the "

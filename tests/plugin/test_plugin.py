@@ -336,6 +336,11 @@ def boosted_twice(rank: int, world_size: int) -> None:
     booster.boost(model, plain)
 
 
+def boosted_with_another_model(rank: int, world_size: int) -> None:
+    booster = Booster(plugin=ours(precision="fp32"))
+    booster.boost(model_of(), booster.boost(*a_pair())[1])
+
+
 def strangers_on_rank_1(rank: int) -> tuple[Any, Any]:
     model, optimizer = a_pair()
     return model_of() if rank == 1 else model, optimizer
@@ -381,6 +386,11 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         "no other plugin has boosted, got a TorchDDPModel: boost the module",
     ),
     "optimizer boosted twice": (boosted_twice, "ValueError: ", "expected parameters of the model, got others"),
+    "boosted with another model": (
+        boosted_with_another_model,
+        "ValueError: ",
+        "expected parameters of the model, got others, first inward.weight, (11, 7): make the",
+    ),
     "strangers' parameters": (
         boosting(lambda rank: (model_of(), a_pair(seed=1)[1])),
         "ValueError: ",
