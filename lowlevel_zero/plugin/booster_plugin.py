@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from colossalai.booster.plugin import LowLevelZeroPlugin as ColossalAIsPlugin
@@ -15,17 +16,20 @@ from torch.optim import Optimizer
 from ..bookkeeping.module_names import parameter_names
 from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
+from ..options import options_of
 from .boosted import BoostedModel, BoostedOptimizer
 from .checkpoint_io import BoostedCheckpointIO
 from .host_accelerator import complete_cpu_accelerator
 from .lora import add_lora_parameters
+
+_DEFAULTS = {name: each.default for name, each in signature(BoostedOptimizer).parameters.items()}
 
 
 class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI ships no types
     """A plugin for ``colossalai.booster.Booster`` that trains with this package's ZeRO, on CUDA, NPU or CPU.
 
     It takes the keywords of ColossalAI 0.5.0's ``LowLevelZeroPlugin``, with their meanings and defaults. Those of the
-    optimizer are checked when ``Booster.boost`` constructs it. On a machine without an accelerator the plugin completes
+    optimizer are checked when ``Booster.boost`` begins. On a machine without an accelerator the plugin completes
     ColossalAI's CPU accelerator (see ``host_accelerator.py``).
 
     Raises:
@@ -84,6 +88,7 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
         with together(ShardGroup(), "boost its model and optimizer"):
             module = model.module if isinstance(model, BoostedModel) else model
             _check_pair(module, optimizer)
+            options_of({**_DEFAULTS, **self.zero_optim_kwargs, "verbose": self.verbose})
             if self.lora_enabled:
                 add_lora_parameters(module, optimizer)
         boosted = BoostedModel(module, self.precision, cast_inputs=self.cast_inputs) if module is model else model

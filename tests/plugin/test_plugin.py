@@ -341,6 +341,15 @@ def boosted_with_another_model(rank: int, world_size: int) -> None:
     booster.boost(model_of(), booster.boost(*a_pair())[1])
 
 
+def bad_option_of_bf16(rank: int, world_size: int) -> None:
+    """The module isn't cast."""
+    model, plain = a_pair()
+    try:
+        Booster(plugin=ours(precision="bf16", max_norm=-1.0)).boost(model, plain)
+    finally:
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def strangers_on_rank_1(rank: int) -> tuple[Any, Any]:
     model, optimizer = a_pair()
     return model_of() if rank == 1 else model, optimizer
@@ -377,7 +386,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         option(extra_dp_size=4),
         "AssertionError: extra_dp_size should be a factor of world_size",
     ),
-    "max_norm": (option(max_norm=-1.0), "ValueError: clip_grad_norm: expected a number >= 0"),
+    "max_norm": (bad_option_of_bf16, "ValueError: clip_grad_norm: expected a number >= 0"),
     "bucket size": (option(reduce_bucket_size_in_m=0), "ValueError: reduce_bucket_size: expected an int of at least 1"),
     "norm of no type": (norm_of_no_type, "ValueError: norm_type: expected a number above 0, or inf, got 0"),
     "boosted by another plugin": (
