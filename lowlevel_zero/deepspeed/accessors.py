@@ -18,7 +18,7 @@ Raises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -49,6 +49,7 @@ __all__ = [
 _CALLS = Alike("the same call", "call it for the same parameters on every rank, in the same order")
 
 Records: TypeAlias = Sequence[ShardedParameter]
+Keys: TypeAlias = tuple[str, ...]  # of one parameter's states, sorted
 # Yields the whole gradients, masters or states of some parameters that one group shares; all ranks iterate to the end.
 Gather: TypeAlias = Callable[[ShardedOptimizer, ShardedGroup, Records], Iterable[Tensor | None]]
 
@@ -85,7 +86,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
         value: of its shape, floating-point, the same on every rank.
     """
     optimizer, record = _owner_of(param)
-    with _collective_call(optimizer, [record], "safe_set_full_fp32_param"):
+    with _collective_call(optimizer, record, "safe_set_full_fp32_param"):
         _check_value(value, record)
     _finish(optimizer)
     start, stop = record.split.span(record.rank)
@@ -100,7 +101,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Overwrite a parameter's averaged gradient with ``value``; raise ``ValueError`` if it has none. Communicates."""
     optimizer, record = _owner_of(param)
-    with _collective_call(optimizer, [record], "safe_set_full_grad"):
+    with _collective_call(optimizer, record, "safe_set_full_grad"):
         _check_value(value, record)
     optimizer.calls.finish_gradients(Call("look at gradients"))
     if not record.worked:
@@ -116,8 +117,8 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     key = optim_state_key
     optimizer, record = _owner_of(param)
     state = _state(optimizer, record)
-    with _collective_call(optimizer, [record], f"safe_set_full_optimizer_state({key!r})") as lines:
-        _check_key(optimizer, [record], key)
+    with _collective_call(optimizer, record, f"safe_set_full_optimizer_state({key!r})") as lines:
+        _check_key(optimizer, record, key)
         held = state.get(key)
         if held is None and record.owns_some:
             raise ValueError(
@@ -196,7 +197,7 @@ def _read_one(param: Tensor, call: str, gather: Gather, key: str | None = None) 
     if isinstance(param, nn.Parameter) and not param.requires_grad and not records_of([param]):  # it is frozen
         return None
     optimizer, record = _owner_of(param)
-    return _read(optimizer, [record], call, gather, key=key)[record.p]
+    return _read(optimizer, record, call, gather, key=key)[record.p]
 
 
 def _read_all(
@@ -213,8 +214,14 @@ def _read_all(
             "which none holds any: pass the module that was trained, and keep its optimizer"
         )
     found: dict[Tensor, Tensor | None] = {}
+    known: dict[Keys, str] = {}
     for optimizer, records in held.items():
         found |= _read(optimizer, records, call, gather, device, key)
+        if key is not None:
+            for of_rank in optimizer.shard_group.all_gather_object(_known_keys(optimizer, records)):
+                known |= {keys: name for keys, name in of_rank.items() if keys not in known}
+    if key is not None:
+        _check_known(known, key)
     return {name: found.get(p) for name, p in named.items()}
 
 
@@ -222,16 +229,17 @@ def _read_all(
 @torch.no_grad()
 def _read(
     optimizer: ShardedOptimizer,
-    records: Records,
+    of: ShardedParameter | Records,
     call: str,
     gather: Gather,
     device: torch.device | str | None = None,
     key: str | None = None,
 ) -> dict[Tensor, Tensor | None]:
-    """Gather values of some parameters of one optimizer, and return them by parameter. Communicates."""
-    with _collective_call(optimizer, records, call):
+    """Gather values of one parameter, or of a model's, of one optimizer; return them by parameter. Communicates."""
+    with _collective_call(optimizer, of, call):
         if key is not None:
-            _check_key(optimizer, records, key)
+            _check_key(optimizer, of, key)
+    records = _records(of)
     found: dict[Tensor, Tensor | None] = {}
     with optimizer.streams.home():
         if gather is _gradients:
@@ -271,20 +279,29 @@ def _owner_of(param: Tensor) -> tuple[ShardedOptimizer, ShardedParameter]:
     )
 
 
+def _records(of: ShardedParameter | Records) -> Records:
+    return [of] if isinstance(of, ShardedParameter) else of
+
+
 @contextmanager
-def _collective_call(optimizer: ShardedOptimizer, records: Records, call: str) -> Iterator[list[str]]:
+def _collective_call(optimizer: ShardedOptimizer, of: ShardedParameter | Records, call: str) -> Iterator[list[str]]:
     """Run checks in the body; raise on all ranks if one fails, or they make different calls. Communicates.
 
-    The body may add to the lines that have to be alike on all ranks.
+    The call is one of a single parameter, or of a model's, whose experts may be fewer on other ranks. The body may add
+    to the lines that have to be alike on all ranks that share the parameter.
 
     Raises:
         ValueError: the lines of ranks differ.
         RuntimeError: ranks make different calls; another rank's body has raised (this one's own error is raised as it
             is); or a backward is going on.
     """
-    groups = optimizer.sharded_parameters.shard_groups
-    compared = [record for record in records if len(records) == 1 or record.shard_group == 0]
-    doing = f"{call} of {records[0].name if len(records) == 1 else 'a model'}"
+    groups, records = optimizer.sharded_parameters.shard_groups, _records(of)
+    if isinstance(of, ShardedParameter):
+        doing, compared, is_shared_by_all = f"{call} of {of.name}", records, of.shard_group == 0
+    else:
+        compared, is_shared_by_all = [record for record in records if record.shard_group == 0], len(groups) == 1
+        doing = f"{call} of a model"
+    told: list[str] = []
     with together(optimizer.shard_group, f"call {doing}", _CALLS) as lines:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -293,35 +310,53 @@ def _collective_call(optimizer: ShardedOptimizer, records: Records, call: str) -
         optimizer.step_state.wake_up()
         for record in records:
             record.take_back()
-        lines += [f"{call} of {record.common_name}, optimizer {optimizer.shard_group.number}" for record in compared]
-        yield lines
-    if len(records) > 1 and len(groups) > 1:  # ranks may have different numbers of experts
-        of_experts = [[r.name for r in records if r.shard_group == number] for number in range(1, len(groups))]
+        lines.append(f"{call}, optimizer {optimizer.shard_group.number}")
+        lines += [f"{call} of {record.common_name}" for record in compared]
+        yield told
+        lines += told if is_shared_by_all else []
+    if not is_shared_by_all:
+        numbers = range(1, len(groups))
+        of_experts = [[*(each.name for each in records if each.shard_group == number), *told] for number in numbers]
         agree_apart(groups, of_experts, f"call {doing}")
 
 
 # ---- checks ----
 
 
-def _check_key(optimizer: ShardedOptimizer, records: Records, key: str) -> None:
-    """Raise if parameters have states but none named ``key``, or if that is quantised, or neither tensor nor number."""
-    known = {name: value for record in records for name, value in _state(optimizer, record).items()}
+def _check_key(optimizer: ShardedOptimizer, of: ShardedParameter | Records, key: str) -> None:
+    """Raise if a parameter's states have none named ``key``, or one that is quantised, or neither tensor nor number."""
     if not isinstance(key, str):
         raise TypeError(f"optim_state_key: expected a str, got {type(key).__name__} {key!r}")
-    if known and key not in known:
-        raise ValueError(f"{records[0].name}: expected one of its states, {', '.join(sorted(known))}, got {key!r}")
-    for record in records:
-        if is_quantised(_state(optimizer, record).get(key)):
+    if isinstance(of, ShardedParameter):  # the keys of a model's depend on all ranks
+        _check_known(_known_keys(optimizer, [of]), key)
+    for record in _records(of):
+        value = _state(optimizer, record).get(key)
+        if is_quantised(value):
             raise ValueError(
                 f"{record.name}: expected a state of numbers, got {key!r}, which is quantised: read it whole, "
                 "by optimizer.state_dict()"
             )
-    value = known.get(key)
-    if value is not None and not isinstance(value, (Tensor, int, float)):
-        raise TypeError(
-            f"{records[0].name}: expected {key!r} to be a tensor or a number, got a {type(value).__name__}: read it "
-            "from optimizer.state_dict()"
-        )
+        if value is not None and not isinstance(value, (Tensor, int, float)):
+            raise TypeError(
+                f"{record.name}: expected {key!r} to be a tensor or a number, got a {type(value).__name__}: read it "
+                "from optimizer.state_dict()"
+            )
+
+
+def _known_keys(optimizer: ShardedOptimizer, records: Records) -> dict[Keys, str]:
+    """Return the keys of the states that this rank holds, each collection with the first parameter that has it."""
+    known: dict[Keys, str] = {}
+    for record in records:
+        if state := _state(optimizer, record):
+            known.setdefault(tuple(sorted(state)), record.name)
+    return known
+
+
+def _check_known(known: Mapping[Keys, str], key: str) -> None:
+    """Raise if parameters have states, but none named ``key``."""
+    if known and not any(key in keys for keys in known):
+        keys, name = next(iter(known.items()))
+        raise ValueError(f"{name}: expected one of its states, {', '.join(keys)}, got {key!r}")
 
 
 def _check_value(value: Tensor, record: ShardedParameter, shape: Sequence[int] | None = None) -> None:

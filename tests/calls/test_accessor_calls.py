@@ -244,6 +244,49 @@ def groups_of_experts_may_have_different_numbers_of_them(rank: int, world_size: 
     assert list(found) == ["dense.weight", "experts.0.weight", "experts.1.weight"][: 2 + rank]
 
 
+def experts_are_called_by_each_group_for_its_own(rank: int, world_size: int) -> None:
+    """Of a module of experts alone, too, of which one rank has one parameter; their numbers are compared in a group."""
+    each, both = [dist.new_group([each]) for each in range(world_size)][rank], dist.new_group([0, 1])
+    for group in (each, both):
+        experts = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(1 + rank if group is each else 1))
+        model = nn.ModuleDict({"dense": nn.Linear(3, 1), "experts": experts})
+        optimizer = LowLevelZeroOptimizer(
+            torch.optim.AdamW(model.parameters()), {group: list(experts.parameters())}, model=model
+        )
+        x = model["dense"](torch.ones(2, 3))
+        optimizer.backward(sum(expert(x).sum() for expert in experts))
+        optimizer.step()
+        assert len(full_fp32_params(experts)) == len(experts)
+        p = experts[0].weight
+        if group is each:
+            safe_set_full_optimizer_state(p, torch.full((1, 1), float(rank)), "exp_avg")
+            assert safe_get_full_optimizer_state(p, "exp_avg") == rank
+            with pytest.raises(RuntimeError, match="the same call on every rank, got rank 0 to call full_grads of a"):
+                (full_grads, full_fp32_params)[rank](experts)
+        else:
+            with pytest.raises(ValueError, match="«step = 0.0» where rank 1"):
+                safe_set_full_optimizer_state(p, torch.tensor(float(rank)), "step")
+
+
+def a_state_is_read_that_only_some_parameters_have(rank: int, world_size: int) -> None:
+    """By whichever rank that owns them whole, and by whichever optimizer."""
+    model = nn.ModuleDict({name: nn.Linear(6, 4) for name in ("a", "b")})
+    plain = torch.optim.Adafactor(model["a"].parameters()), torch.optim.SGD(model["b"].parameters(), momentum=0.9)
+    optimizers = [LowLevelZeroOptimizer(each, model=model) for each in plain]
+    assert {record.split.owner for record in optimizers[0].sharded_parameters} == {0, 1}
+    assert set(full_optimizer_states(model, "var").values()) == {None}  # there is none yet
+    for optimizer, each in zip(optimizers, model.values(), strict=True):
+        optimizer.backward(each(torch.ones(2, 6)).square().mean())
+        optimizer.step()
+    shapes = {"row_var": {"a.weight": (4, 1)}, "variance": {"a.bias": (4,)}}
+    shapes["momentum_buffer"] = {"b.weight": (4, 6), "b.bias": (4,)}
+    for key, expected in shapes.items():
+        found = full_optimizer_states(model, key)
+        assert {name: value.shape for name, value in found.items() if value is not None} == expected, key
+    with pytest.raises(ValueError, match="^a.weight: expected one of its states, col_var, row_var, step, got 'var'"):
+        full_optimizer_states(model, "var")
+
+
 CALLS = [
     edits_are_seen_before_the_next_step,
     numbers_are_set_alike,
@@ -255,6 +298,8 @@ CALLS = [
     ranks_that_call_different_things_are_told_so,
     what_one_rank_refuses_all_refuse_and_nothing_changes,
     groups_of_experts_may_have_different_numbers_of_them,
+    experts_are_called_by_each_group_for_its_own,
+    a_state_is_read_that_only_some_parameters_have,
 ]
 
 
