@@ -10,7 +10,8 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.distributed import get_process_group_ranks as ranks_of
 
-from .bookkeeping.sharded_parameter import ShardedParameter, slices
+from .bookkeeping.parameter_store import first_slices
+from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.shown_gradients import hide_gradients
 from .communication.agreement import Call, together
 from .communication.shard_group import ShardGroup
@@ -47,8 +48,8 @@ def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[Sharded
 
 def refuse_wrapped(optimizer: object) -> None:
     """Raise ``TypeError`` for a ``ShardedOptimizer``, and for one that holds slices, as one it wraps or wrapped."""
-    params = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
-    if isinstance(optimizer, ShardedOptimizer) or any(p in slices for p in params):
+    first = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"][:1])
+    if isinstance(optimizer, ShardedOptimizer) or any(p in first_slices for p in first):
         raise TypeError(
             f"optimizer: expected a plain optimizer, got {type(optimizer).__name__} that is sharded already, or shards "
             "another one: wrap each optimizer once, and make a new one from the model's parameters to train it again"

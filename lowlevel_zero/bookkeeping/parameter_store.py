@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..communication.shard_group import ShardGroup
 from .sharded_parameter import ShardedParameter
+
+# The first slice of every param group, also of an optimizer that is gone, where the one that it wrapped still holds it.
+first_slices: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 
 
 @dataclass(eq=False, repr=False)
@@ -49,7 +53,10 @@ class ParameterStore:
         """Add a record, whose ``p32`` has its final form."""
         self.records.append(record)
         self.by_shard_group[record.shard_group].append(record)
-        self.slices[record.group].append(record.p32)
+        members = self.slices[record.group]
+        if not members:
+            first_slices[record.p32] = None
+        members.append(record.p32)
         self._record_of[record.p] = self._record_of[record.p32] = record
 
     def move_to_new_group(self, members: list[nn.Parameter]) -> None:

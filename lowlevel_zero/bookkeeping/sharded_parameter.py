@@ -17,21 +17,17 @@ A parameter that one rank owns whole has one row, ``p32`` of ``p``'s shape on it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..communication.fp8 import is_rounded
 from ..partition import Split
 from .awaited import wait_for
 from .storages import flat_in_memory_order, move_onto, move_to_padded
-
-# The ``p32`` of every record, also of one that is gone, whose wrapped optimizer still holds it.
-slices: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 
 
 class Position(NamedTuple):
@@ -134,7 +130,6 @@ class ShardedParameter:
         # ``data`` has a count of writes of its own: a gather into the row isn't one of ``p32``'s.
         self.p32 = self.split.shaped(own.data, self.p).requires_grad_()
         self.p32.__dict__ = self.p.__dict__
-        slices[self.p32] = None
         self.note_version()
         self.note_slice()
 
