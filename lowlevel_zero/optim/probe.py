@@ -27,8 +27,9 @@ Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[li
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
 _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
-# Parameters whose slices are single numbers, which some classes treat apart, and small ones, tall and wide.
-_SMALL = ((3,), (), (7, 7), (9, 4), (4, 9), (5, 3, 3, 3))
+# Parameters whose slices are single numbers, which some classes treat apart, and small ones.
+_SMALL = ((3,), (), (7, 7), (5, 3, 3, 3))
+_TALL_AND_WIDE = ((9, 4), (4, 9))
 _RANKS = 3  # of which the first one's slices are tried, and the last one's of small parameters; they end inside rows
 _SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
 _ALONG = 0.003  # less than the angle at which AdamP begins, for the largest parameter of ``_SHAPES``
@@ -75,13 +76,14 @@ def probe_elements(
     """
     outward, inward = partial(_growing, noise=1.0, inward=-1), partial(_growing, noise=0.1, inward=1)
     unusual = [(5, *(3,) * (dim - 1)) for dim in dims if dim not in map(len, _SMALL)]
-    small = _Trial((*_SMALL, *unusual), _lasting, _last_slice)
+    small = _Trial((*_SMALL, *_TALL_AND_WIDE, *unusual), _lasting, _last_slice)
     # Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     large = [_Trial(_SHAPES, each, _first_slice) for each in (_lasting, _orthogonal, outward, inward)]
     found = _tried(optimizer, *large, small)
     with suppress(NoProbe):  # by a class without decay, of which nothing moves
         found = found or _difference(optimizer, small._replace(gradients=_still, lr=LARGE_LR))
-    return found or _of_dtypes(optimizer, small, dtypes)
+    # Rules for shapes are found in fp32; in 16 bits more shapes would only tell more roundings.
+    return found or _of_dtypes(optimizer, small._replace(shapes=_SMALL), dtypes)
 
 
 def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
