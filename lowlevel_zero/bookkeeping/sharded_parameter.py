@@ -169,7 +169,7 @@ class ShardedParameter:
 
     @property
     def settled_master(self) -> Tensor:
-        """Return ``p32``, or, where ``p`` was written since, what the next step will make of it, in ``p32``'s shape."""
+        """Return ``p32`` as the next step will settle it if the caller has written ``p``; ``p32`` stays as it is."""
         is_settled = self.shares_storage or not (self.writes or self.saved_master) or not self.owns_some
         return self.p32.detach() if is_settled else self.shaped(self._settled())
 

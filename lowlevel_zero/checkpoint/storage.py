@@ -69,7 +69,7 @@ class CheckpointWriter:
         return self._path
 
     def _clear(self) -> None:
-        """Remove what this rank has written, and the folder from the first rank; nothing if it is in its place."""
+        """Remove this rank's files of a save that failed; the first rank removes the whole folder."""
         if self._rank == 0:
             shutil.rmtree(self._written, ignore_errors=True)
             return

@@ -118,7 +118,7 @@ def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) ->
 
 
 def _contents(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield ``value``, or what it has at any depth, keys too, if it's a container; nothing if its id is in ``seen``."""
+    """Yield the leaves and dict keys of nested containers, or ``value`` itself; skip containers that are ``seen``."""
     if not isinstance(value, (list, tuple, set, frozenset, dict)):
         yield value
     elif id(value) not in seen:

@@ -54,7 +54,7 @@ class _ToStderr(logging.Handler):
 
 
 def _is_set_up() -> bool:
-    """Return whether the program has a handler of its own for the package's records."""
+    """Return whether the program has set up a log handler that receives the package's records."""
     return bool(logging.root.handlers) or not all(isinstance(each, _ToStderr) for each in _log.handlers)
 
 

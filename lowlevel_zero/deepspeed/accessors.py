@@ -344,7 +344,7 @@ def _check_key(optimizer: ShardedOptimizer, of: ShardedParameter | Records, key:
 
 
 def _known_keys(optimizer: ShardedOptimizer, records: Records) -> dict[Keys, str]:
-    """Return the keys of the states that this rank holds, each collection with the first parameter that has it."""
+    """Map each tuple of state keys on this rank to the name of the first parameter that has these keys."""
     known: dict[Keys, str] = {}
     for record in records:
         if state := _state(optimizer, record):
