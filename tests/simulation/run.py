@@ -25,7 +25,7 @@ from tests.simulation.world import simulate
 SLACK = 4.0  # how much more numbers may be off by where roundings grow
 OFF = 1e-4  # a part of the largest number, by which others may be off in fp32
 OFF_IN_FP16 = 0.1  # most programs' numbers change by a hundredth
-HALF_IN_BF16 = 0.5 * 2.0**-15  # a change by a rounding in fp32, which in bf16 would be half of a number
+HALF_IN_BF16 = 0.25 * 2.0**-15  # a change by a rounding in fp32, two of which would be half of a number in bf16
 ROUNDINGS = 20  # of a program, each of which may grow as one of its weights does
 
 
@@ -99,8 +99,8 @@ def _has_grown(program: Program, outcome: Outcome[Log], batches: Batches) -> boo
 
     In fp32, numbers change as much where weights begin a rounding away; or a part as much, since a program rounds many
     times, and they are off by little. With fp16, whose loss scale belongs to the program, a rounding of its own changes
-    them by a tenth. With bf16, the same program is right in fp32, and roundings of bf16 would grow to half of a number;
-    or numbers are off by less than that: a gradient that is missing, or comes twice, is off by more.
+    them by a tenth. With bf16, the same program is right in fp32, and two roundings of bf16 would grow to half of a
+    number; or numbers are off by less than that: a gradient that is missing, or comes twice, is off by more.
     """
     exact = program.in_fp32()
     if exact is None:
