@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -108,7 +108,7 @@ class Progress:
 
     def check_process(self, doing: object) -> None:
         """Raise ``RuntimeError`` in a fork of the process that joined the group."""
-        if os.getpid() != self.process:  # not by ``is_forked``, for the sake of a call in each collective
+        if self.is_forked:
             raise RuntimeError(
                 f"{doing}: expected the process that constructed the optimizer ({self.process}), got a fork of it "
                 f"({os.getpid()}), which would talk to the other ranks in its name: construct one there, over a "
@@ -124,14 +124,14 @@ class Progress:
             LostRank: a rank's process has ended, or an earlier wait was in vain.
             RuntimeError: the process group has been destroyed, or this process is a fork.
         """
-        self.check_process(kind)
+        if self._context.lost or os.getpid() != self.process:
+            self._refuse(kind)
         self._context.begun += kind == REDUCTION
         if not self._context.is_alive:
             _ = self._context.group  # raises
         serial = self.begun[kind]
         self.begun[kind] = serial + 1
         collective = Collective(kind, serial, self.step, self.micro_batch, about)
-        self._raise_if_over()
         try:
             work = begin(*args)
         except RuntimeError as error:
@@ -155,8 +155,8 @@ class Progress:
             LostRank: the process of another rank has ended, or an earlier wait was in vain.
             RuntimeError: another rank hasn't come in time, or this process is a fork.
         """
-        self.check_process(collective)
-        self._raise_if_over()
+        if self._context.lost or os.getpid() != self.process:
+            self._refuse(collective)
         self._waiting.append(waiting := (collective, get_ident()))
         self.waits += 1
         self.under_way.pop((collective.kind, collective.serial), None)
@@ -173,10 +173,13 @@ class Progress:
             if on_device:
                 self._queued.append(collective)
 
-    def _raise_if_over(self) -> None:
-        """Raise ``LostRank`` if a rank was lost, or waited for in vain, before: others may wait for this one's end."""
-        if self._context.lost:
-            raise LostRank(self._context.lost)
+    def _refuse(self, doing: object) -> NoReturn:
+        """Raise ``RuntimeError`` in a fork, else ``LostRank``: a rank was lost, or waited for in vain, before.
+
+        Others may wait for the end of this rank.
+        """
+        self.check_process(doing)
+        raise LostRank(self._context.lost)
 
     def _raise_if_lost(self, error: RuntimeError, collective: Collective) -> None:
         """Raise ``LostRank`` if ``error`` comes from another rank's end, and keep its message for later calls."""
