@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def _bare(method: Any) -> Any:
     """Return the function of a method, without what torch's schedulers and compilers have put around it."""
     while True:
         if getattr(method, "_wrapped_by_lr_sched", False):
-            method = method.__wrapped__
+            is_told = hasattr(method, "__wrapped__")  # torch 2.4's wrapper has it in its closure alone
+            method = method.__wrapped__ if is_told else getclosurevars(method).nonlocals["func"]
         elif hasattr(method, "_torchdynamo_orig_callable"):
             method = method._torchdynamo_orig_callable
         else:
