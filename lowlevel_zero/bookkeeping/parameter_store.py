@@ -65,7 +65,7 @@ class ParameterStore:
         self.groups = [[p for p in group if p not in taken] for group in self.groups]
         self.groups.append(members)
         self.slices.append([])
-        self.frozen = [p for group in self.groups for p in group if not (p.requires_grad or p in self._record_of)]
+        self.frozen = [p for p in self.frozen if p not in taken] + [p for p in members if not p.requires_grad]
 
     def find(self, tensor: Tensor) -> ShardedParameter | None:
         """Return the record of a parameter, or of a master slice, or None."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases
-from tests.support.scripts import STAGES, Alone, Case, Script, Together, adamw, check_each, net, steps
+from tests.support.scripts import STAGES, Alone, Case, Script, Together, adamw, check_each, momentum, net, steps
 
 
 def load(model: nn.Module) -> None:
@@ -113,6 +113,20 @@ def test_adding_what_is_there_already_is_refused_and_changes_nothing(rank: int) 
         optimizer.add_param_group({"params": [model[2].weight, model[1].weight]})
     steps(Together(rank), model, optimizer, range(1))
     assert len(optimizer.param_groups) == 1
+
+
+@on_ranks(1)
+def test_an_unfrozen_parameter_is_told_of_though_another_group_has_come_since(rank: int) -> None:
+    """It would stay as it is, and keep its gradients."""
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = LowLevelZeroOptimizer(momentum(model[:3]), model=model)
+    model[0].weight.requires_grad_(True)
+    optimizer.add_param_group({"params": model[3].parameters()})
+    with pytest.raises(RuntimeError, match=r"^0\.weight: expected it frozen.* optimizer\.add_param_group"):
+        steps(Together(rank), model, optimizer, [0])
+    optimizer.add_param_group({"params": model[0].weight})
+    steps(Together(rank), model, optimizer, [0])
 
 
 @on_ranks(2, [torch.float32, torch.bfloat16])
