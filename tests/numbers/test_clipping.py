@@ -89,6 +89,24 @@ def test_several_optimizers_and_a_plain_one(rank: int, norm_type: float, slices:
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(1)
+def test_what_is_listed_twice_counts_once(rank: int) -> None:
+    """Parameters of an optimizer and its slices, and plain ones, as where a tied weight is in two lists."""
+    sharded, plain, once = Part(0), Part(0), Part(0)
+    optimizer = LowLevelZeroOptimizer(sgd(sharded.parameters()), model=sharded)
+    for part in (sharded, plain, once):
+        part(batch(0, rank)).square().sum().backward()
+    lists = [[*sharded.parameters(), *optimizer.param_groups[0]["params"]], [*plain.parameters()] * 2]
+    expected = torch.nn.utils.clip_grad_norm_(once.parameters(), 0.5)
+    for each in lists:
+        torch.testing.assert_close(lowlevel_zero.clip_grad_norm_(each, 0.5), expected)
+        lowlevel_zero.clip_grad_value_(each, 0.2)
+    torch.nn.utils.clip_grad_value_(once.parameters(), 0.2)
+    for p, q, r in zip(sharded.parameters(), plain.parameters(), once.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.get_param_grad(p), r.grad)
+        torch.testing.assert_close(q.grad, r.grad)
+
+
 @on_ranks(2, [2.0, INF])
 def test_ranks_that_lack_gradients(rank: int, norm_type: float) -> None:
     """Rank 0 alone has run a plain backward; torch's function would see no gradients on the others."""
