@@ -59,7 +59,6 @@ class Reducer:
         self._streams = self._buckets.streams
         self._backwards = PlainBackwards(self._backward_ended)
         self.remove_hooks = finalize(self, _remove, self._hooks)  # leaves the parameters as they were before
-        self._warned = self._number > 0 or self._group.group_rank > 0
         self.extend()
 
     # ---- set up once, and again when parameters are added ----
@@ -221,9 +220,9 @@ class Reducer:
 
     def _warn_of_used(self) -> None:
         """Warn once, on the first rank, if a backward adds to gradients that a step has used already."""
-        used = () if self._warned else [bucket for bucket in self._gradients.buckets if bucket.stepped]
+        used = [bucket for bucket in self._gradients.buckets if bucket.stepped] if self._state.warns_of_used else ()
         if used:
-            self._warned = True
+            self._state.warns_of_used = False
             _log.warning(
                 "backward: adds to gradients that the last step has used, as to that of %s, since neither zero_grad() "
                 "of its optimizer nor of the model was called: call zero_grad() of each optimizer after its step",

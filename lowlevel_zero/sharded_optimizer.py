@@ -76,7 +76,8 @@ class ShardedOptimizer(Optimizer):
         half = any(record.p.dtype == torch.float16 for record in parameters)
         self.scaler = LossScaler(options.loss_scale, self.device) if half else None
         average = options.communication.factor_of_sums(self.shard_group.ranks)
-        self.step_state = state = StepState(average, self.scaler)  # the phase of the current step
+        first = self.shard_group.group_rank == 0
+        self.step_state = state = StepState(average, self.scaler, warns_of_used=first)  # the phase of the current step
         # The records by the ranks that share them, with what gives them new values.
         groups: list[ShardedGroup] = []
         self.sharded_groups = groups

@@ -88,6 +88,7 @@ class StepState:
 
     _average: float  # what sums over the ranks are to be multiplied with to be averages
     _scaler: LossScaler | None  # of the loss; None: there is none
+    warns_of_used: bool  # this rank is to tell, once, of a backward that adds to gradients a step has used
     complete: bool = False  # each ``g`` is complete on all ranks, and no gradient has come since
     syncs: bool = True  # gradients are reduced (False under ``no_sync``: hooks do nothing)
     has_come: bool = False  # a gradient has, in the backward under way or the last one

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
@@ -17,6 +18,7 @@ from tests.support.scripts import loss_at, net
 from tests.support.several import told
 
 ODD = 1
+ADDS = "adds to gradients that the last step has used, as to that of "
 
 
 def wrap(params: Any, model: nn.Module) -> LowLevelZeroOptimizer:
@@ -127,5 +129,23 @@ def test_one_warning_names_the_optimizer_whose_gradients_are_not_cleared(
     names = ("0.", "1.") if left == 0 else ("2.", "3.")
     assert len(lines) == (rank == 0), lines
     for line in lines:
-        _, _, rest = line.partition("adds to gradients that the last step has used, as to that of ")
+        _, _, rest = line.partition(ADDS)
         assert rest.startswith(names), line
+
+
+@on_ranks(2, [("dense and experts", "01"), ("experts", "23"), ("an expert's alone", "23")])
+def test_one_warning_tells_of_gradients_of_experts(rank: int, uncleared: str, layers: str) -> None:
+    """Whether an optimizer has experts besides, nothing else, or keeps their gradients alone."""
+    model = net()
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model[:2].requires_grad_(uncleared != "experts")
+    experts = {alone: list(model[2:].parameters())}
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = LowLevelZeroOptimizer(sgd, experts, model=model, dp_process_group=dist.group.WORLD)
+    with told() as lines:
+        for step in range(3):
+            optimizer.backward(loss_at(model, step)(rank))
+            optimizer.step()
+            if uncleared == "an expert's alone":
+                model[:2].zero_grad()
+    assert [line.partition(ADDS)[2][0] in layers for line in lines] == [True] * (rank == 0), lines
