@@ -69,17 +69,24 @@ def test_one_call_and_several_end_in_the_same_bits(rank: int, make: Callable[[An
     assert max(calls_in_parts) <= 3  # a bucket of 50 elements holds that many
 
 
-@on_ranks(1)
-def test_groups_are_whole_again_after_an_error(rank: int) -> None:
+@on_ranks(1, [({}, {}), ({"fused": True}, {}), ({}, {"cpu_offload": True})])
+def test_the_wrapped_optimizer_is_as_it_was_after_an_error(
+    rank: int, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=0.1), reduce_bucket_size=8)
-    members = list(optimizer.optim.param_groups[0]["params"])
-    optimizer.optim.param_groups[0]["lr"] = "much"
+    wrapped = AdamW(model.parameters(), lr=0.1, **settings)
+    optimizer = LowLevelZeroOptimizer(wrapped, reduce_bucket_size=8, **options)
+    (group,) = wrapped.param_groups
+    group["lr"] = "much"
+    before, members, attributes = {**group, "params": None}, list(group["params"]), set(vars(wrapped))
     optimizer.backward(model(torch.randn(2, 4)).sum())
     with pytest.raises(TypeError):
         optimizer.step()
-    kept = optimizer.optim.param_groups[0]["params"]
-    assert all(one is other for one, other in zip(kept, members, strict=True))
+    assert all(one is other for one, other in zip(group["params"], members, strict=True))
+    assert {**group, "params": None} == before
+    assert set(vars(wrapped)) == attributes
+    with pytest.raises(RuntimeError, match=r"expected step\(\) of the LowLevelZeroOptimizer, got that of the AdamW"):
+        wrapped.step()
 
 
 @on_ranks(2)
