@@ -109,6 +109,20 @@ def a_sum_that_overflows_came_from_no_rank(rank: int, world_size: int) -> None:
     assert rank > 0 or told in lines[0]
 
 
+def what_was_sent_before_a_step_or_a_zero_grad_is_forgotten(rank: int, world_size: int) -> None:
+    """The second overflow is the sum's alone; a rank had sent a bad number of the same parameter before the first."""
+    for ends in (LowLevelZeroOptimizer.step, LowLevelZeroOptimizer.zero_grad):
+        model = net(torch.float16)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model=model, initial_scale=4.0)
+        numbers = iter((math.inf if rank == 1 else 1.0, 40_000.0))
+        model[0].bias.register_hook(lambda gradient, of=numbers: torch.full_like(gradient, next(of)))
+        with listening() as lines:
+            for end in (ends, LowLevelZeroOptimizer.step):
+                optimizer.backward(model(torch.ones(2, 4).half()).float().sum())
+                end(optimizer)
+        assert rank > 0 or "first in 0.bias (bucket 0), in the slice of the sum over ranks" in lines[-1], ends
+
+
 def skipping_ends_when_the_scale_can_fall_no_further(rank: int, world_size: int) -> None:
     run = Run(rank, torch.float16, loss_scale=LossScale(4.0, hysteresis=1, max_skipped_steps=4))
     run.train(math.inf, math.inf, math.inf)
@@ -161,6 +175,7 @@ def error_if_nonfinite_steps_nothing_and_training_goes_on(rank: int, world_size:
 def test_bad_numbers(subtests: pytest.Subtests) -> None:
     checks = (
         a_sum_that_overflows_came_from_no_rank,
+        what_was_sent_before_a_step_or_a_zero_grad_is_forgotten,
         skipping_ends_when_the_scale_can_fall_no_further,
         skipping_goes_on_without_a_limit_and_while_the_scale_falls,
         a_norm_that_is_not_finite_is_told_once_and_again_at_powers_of_two,
