@@ -133,6 +133,39 @@ def test_one_warning_names_the_optimizer_whose_gradients_are_not_cleared(
         assert rest.startswith(names), line
 
 
+def clear_each(model: nn.Module, _: Any) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+def fill_each(model: nn.Module, _: Any) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.fill_(0.0)
+
+
+WAYS_TO_CLEAR: dict[str, Callable[[nn.Module, LowLevelZeroOptimizer], object]] = {
+    "optimizer.zero_grad": lambda _, optimizer: optimizer.zero_grad(),
+    "optimizer.zero_grad to zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad": lambda model, _: model.zero_grad(),
+    "model.zero_grad to zeros": lambda model, _: model.zero_grad(set_to_none=False),
+    "p.grad = None": clear_each,
+    "p.grad.fill_": fill_each,
+}
+
+
+@on_ranks(2, product(WAYS_TO_CLEAR, (1, 2)))
+def test_gradients_that_were_cleared_are_not_warned_of(rank: int, way: str, stage: int) -> None:
+    model = net()
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, stage=stage)
+    with told() as lines:
+        for step in range(3):
+            optimizer.backward(loss_at(model, step)(rank))
+            optimizer.step()
+            WAYS_TO_CLEAR[way](model, optimizer)
+    assert lines == []
+
+
 @on_ranks(2, [("dense and experts", "01"), ("experts", "23"), ("an expert's alone", "23")])
 def test_one_warning_tells_of_gradients_of_experts(rank: int, uncleared: str, layers: str) -> None:
     """Whether an optimizer has experts besides, nothing else, or keeps their gradients alone."""

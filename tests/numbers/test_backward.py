@@ -264,17 +264,19 @@ def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on(ra
     assert later[0] == later[1] < first
 
 
-def backward(model: Any, x: Tensor, shared: bool) -> None:
+def backward(model: Any, x: Tensor, shared: bool, again: bool) -> None:
     x = x.clone().requires_grad_()
     loss = checkpoint(model, x, use_reentrant=True).square().mean()
     if shared:
         loss = loss + checkpoint(model[0], x, use_reentrant=True).mean()
+    if again:
+        loss.backward(retain_graph=True)
     loss.backward()
 
 
-@on_ranks(2, [(2, False, 1), (1, True, 2)])
+@on_ranks(2, [(2, False, 1, False), (1, True, 2, False), (1, True, 1, True)])
 def test_plain_backwards_that_nest_others_end_with_sharded_gradients(
-    rank: int, micro_batches: int, shared: bool, stage: int
+    rank: int, micro_batches: int, shared: bool, stage: int, again: bool
 ) -> None:
     """All gradients come in nested backwards; torch's clipping then reads the norm of the sum."""
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
@@ -283,8 +285,8 @@ def test_plain_backwards_that_nest_others_end_with_sharded_gradients(
     of_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
     for _ in range(3):
         for _ in range(micro_batches):
-            backward(model, x[3 * rank :][:3], shared)
-            backward(alone, x, shared)
+            backward(model, x[3 * rank :][:3], shared, again)
+            backward(alone, x, shared, again)
         norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.4) for each in (model, alone)]
         torch.testing.assert_close(*norms)
         for each in (optimizer, of_alone):
