@@ -380,6 +380,16 @@ def test_between_steps_little_is_kept(rank: int) -> None:
     assert 2 * 2**20 <= sum(each.nbytes for each in group.held()) <= 2 * 2**20 + FEW
 
 
+@on_ranks(2)
+def test_the_end_of_a_step_frees_what_is_idle(rank: int) -> None:
+    patch_rank(shared_memory, "KEPT", 0)
+    model, optimizer = make()
+    train(model, optimizer)
+    optimizer.shard_group.all_reduce_max([0])  # all have read all
+    optimizer.step()
+    assert memory_held(optimizer).bucket_buffers <= FEW
+
+
 @on_ranks(1)
 def test_the_transport_is_not_set_up_where_it_is_of_no_use(rank: int) -> None:
     patch_rank(memory_pool, "Memory", None)

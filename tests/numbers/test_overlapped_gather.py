@@ -263,6 +263,22 @@ def test_a_model_may_be_compiled_while_its_parameters_are_on_their_way(rank: int
         torch.testing.assert_close(p, expected)
 
 
+@on_ranks(1)
+def test_the_compiler_is_asked_once_to_wait(rank: int) -> None:
+    """However many steps there are before it starts."""
+    from torch._dynamo.callback import callback_handler
+
+    torch.manual_seed(0)
+    model, counts = Odd(), []
+    optimizer = sharded(model)
+    for _ in range(3):
+        optimizer.backward(model(torch.arange(3)))
+        optimizer.step()
+        assert type(model.norm.weight) is AwaitedParameter
+        counts.append(len(callback_handler.start_callbacks))
+    assert counts[0] == counts[-1]
+
+
 class Scripted(nn.Module):
     """Reads its weights in TorchScript: in a scripted module, in a traced one, and by a scripted function."""
 

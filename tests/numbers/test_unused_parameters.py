@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -190,6 +191,18 @@ def reached(model: nn.Module, *backwards: tuple[Tensor, Any]) -> list[set[str]]:
         return [{names[index] for index in detection_of(optimizer).reached(*each)} for each in backwards]
 
     return run_ranks(look, 1)[0]
+
+
+@on_ranks(1)
+def test_plans_of_few_sets_are_made_once_and_those_of_many_are_not_all_kept(rank: int) -> None:
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(Tower().parameters(), lr=0.1))
+    plan = optimizer.sharded_groups[0].reducer.plan
+    count = sum(len(bucket.members) for bucket in plan.whole)
+    sets = [bytes(at >> place & 1 for place in range(count)) for at in range(1, 200)]
+    assert plan.of(sets[2]) is plan.of(sets[2])
+    made = [ref(plan.of(used)[0]) for used in sets]
+    assert made[-1]() is not None
+    assert sum(each() is not None for each in made) < 100
 
 
 def test_the_walk_finds_what_backward_would_give_a_gradient() -> None:
