@@ -30,7 +30,7 @@ from .bookkeeping import shown_gradients
 from .bookkeeping.gradient_sync import GradientSyncs
 from .bookkeeping.plain_backwards import PlainBackwards
 from .bookkeeping.sharded_parameter import ShardedParameter
-from .bookkeeping.step_state import Damage, StepState, refuse_compiled
+from .bookkeeping.step_state import CLEARS, Damage, StepState, refuse_compiled
 from .communication.agreement import Call, SyncProgress, agree, raised_by_all
 from .communication.shard_group import ShardGroup
 
@@ -342,7 +342,8 @@ class Reducer:
             self._follow_callers(touched)
             if was_open:
                 touched = None
-            self._state.failure.raise_deferred()
+            if call.name not in CLEARS:  # whose gradients go anyway
+                self._state.failure.raise_deferred()
         except Exception as error:  # of whatever kind: others would wait for the agreement
             call = call._replace(error=call.error or error)
         agreed = self._compare(call, self._gradients.leftovers(touched) if completes else [], assigned)

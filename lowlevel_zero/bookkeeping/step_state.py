@@ -22,9 +22,10 @@ _UNDEFINED = (
     "expected parameters and states that every rank has stepped or loaded to the end, but this rank has failed in the "
     "midst of it ({}), and they are undefined: load a checkpoint on every rank, of the model and of the optimizer"
 )
-# Calls that may be made with undefined parameters.
 TO_ZEROS = "zero_grad(set_to_none=False)"
-_RECOVERIES = ("zero_grad", TO_ZEROS, "load_state_dict")
+# Calls that may be made whatever an error has left of the gradients, and, with one more, of the parameters.
+CLEARS = ("zero_grad", TO_ZEROS)
+_RECOVERIES = (*CLEARS, "load_state_dict")
 
 
 class Damage(Flag):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -175,6 +176,26 @@ def test_a_plain_backward_that_ends_by_an_error_loses_the_gradients(rank: int, a
     assert all(map(torch.equal, model.parameters(), before))
     optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.verify()
+
+
+@on_ranks(2, product((False, True), (False, True)))
+def test_zero_grad_begins_anew_after_a_backward_that_failed_in_two_ways(rank: int, plain: bool, to_none: bool) -> None:
+    """By an error of the caller's, behind a gradient that can't be reduced on one rank."""
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3))
+    optimizer = LowLevelZeroOptimizer(momentum(model), model=model, reduce_bucket_size=1)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("as of a caller's hook")
+
+    embedded = F.embedding(torch.arange(2), model[0].weight, sparse=rank == 1)
+    hook = model[0].weight.register_post_accumulate_grad_hook(fail)  # the last of all
+    with pytest.raises(ValueError, match="as of a caller's hook"):
+        model[1](embedded).sum().backward() if plain else optimizer.backward(model[1](embedded).sum())
+    hook.remove()
+    optimizer.zero_grad(set_to_none=to_none)
+    optimizer.backward(model(torch.arange(2)).sum())
     optimizer.step()
     optimizer.verify()
 
