@@ -285,6 +285,24 @@ def test_a_shared_weight_does_arrive_late_once_and_is_waited_for_from_then_on(ra
     assert later[0] == later[1] < first
 
 
+@on_ranks(1)
+def test_what_a_loaded_state_tells_of_gradients_takes_the_place_of_what_was_learnt(rank: int) -> None:
+    """One optimizer has had a shared weight's gradient twice in a backward, the other hasn't."""
+    states = []
+    for reentrant in (False, True):
+        model = Recomputed(reentrant, nested=False)
+        optimizer = LowLevelZeroOptimizer(momentum(model), model=model)
+        optimizer.backward(loss_at(model, 0)(rank))
+        optimizer.step()
+        states.append(optimizer.state_dict())
+    without, twice = (state["lowlevel_zero"] for state in states)
+    assert without != twice
+    optimizer.load_state_dict(states[0])
+    assert optimizer.state_dict()["lowlevel_zero"] == without
+    optimizer.load_state_dict(states[1])
+    assert optimizer.state_dict()["lowlevel_zero"] == twice
+
+
 def backward(model: Any, x: Tensor, shared: bool, again: bool) -> None:
     x = x.clone().requires_grad_()
     loss = checkpoint(model, x, use_reentrant=True).square().mean()
