@@ -66,6 +66,14 @@ def by_grad(optimizer: LowLevelZeroOptimizer, model: nn.Module, step: int, rank:
     optimizer.zero_grad()
 
 
+def under_no_grad(optimizer: LowLevelZeroOptimizer, model: nn.Module, step: int, rank: int) -> None:
+    loss = scaled_loss(model, step, rank)
+    with torch.no_grad():
+        optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def with_passes_without_a_backward(optimizer: LowLevelZeroOptimizer, model: nn.Module, step: int, rank: int) -> None:
     """As for a micro-batch whose loss isn't finite: gradients of others are no sign of a wrong backward."""
     with optimizer.no_sync():
@@ -78,7 +86,7 @@ def with_passes_without_a_backward(optimizer: LowLevelZeroOptimizer, model: nn.M
         pass
 
 
-@on_ranks(2, [by_grad, with_passes_without_a_backward])
+@on_ranks(2, [by_grad, under_no_grad, with_passes_without_a_backward])
 def test_a_scaled_model_trains_as_by_backward(rank: int, way: Way) -> None:
     weights = []
     for each in (way, by_loss):
