@@ -92,7 +92,6 @@ class UnusedParameters:
     def restore(self, detecting: bool) -> None:
         """Continue with another run's setting of detection, between two steps."""
         self.detecting = detecting
-        self.learnt.clear()
         self.lacked = False
 
 
