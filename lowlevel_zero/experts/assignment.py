@@ -57,7 +57,8 @@ def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) ->
         listed = {p for members in pg_to_param_list.values() for p in members}
         if all(p in listed for group in optimizer.param_groups for p in group["params"]):
             ranks = {pg: set(_ranks(pg)) for pg in pg_to_param_list if isinstance(pg, dist.ProcessGroup)}
-            return next((pg for pg in ranks if all(ranks[pg] >= others for others in ranks.values())), None)
+            largest = [pg for pg in ranks if all(ranks[pg] >= others for others in ranks.values())]
+            return min(largest, key=lambda pg: pg.group_name, default=None)  # the same one on all ranks
     return None
 
 
@@ -211,10 +212,11 @@ def _check_parts(dp: ShardGroup, groups: Sequence[dist.ProcessGroup]) -> None:
             members, _ = theirs[at]
             differing = [member for member in members if gathered[member][at] != theirs[at]]
             if differing:
-                other, _ = gathered[differing[0]][at]
+                of_other, _ = gathered[differing[0]][at]
+                other = "another one of the same ranks" if of_other == members else f"one of ranks {of_other}"
                 raise ValueError(
                     f"{_KEYWORD}: expected all members of a group to list their parameters under it, but rank {rank} "
-                    f"has the group of ranks {members} where rank {differing[0]} has one of ranks {other}: make the "
+                    f"has the group of ranks {members} where rank {differing[0]} has {other}: make the "
                     "groups alike on all ranks, and list parameters in the same order under them"
                 )
 

@@ -205,6 +205,12 @@ def _of_both_on_one_rank(rank: int, model: Mixture, layout: Any) -> Any:
     return {both if rank == 0 else layout.twins: _experts(model)}
 
 
+def _under_each_other_s_group(rank: int, model: Mixture, layout: Any) -> Any:
+    """Two groups have the same ranks; one rank lists under the first what the other lists under the second."""
+    first, second = [dist.new_group([0, 1]) for _ in range(2)][:: 1 if rank == 0 else -1]
+    return {first: list(model.gate.parameters()), second: _experts(model)}
+
+
 # What is given, and what each rank is told: all the same, where there is one.
 MISTAKES: dict[str, tuple[Change, list[tuple[type[Exception], str]]]] = {
     "not a mapping": (lambda rank, model, layout: [1], [(TypeError, "expected a dict")]),
@@ -241,6 +247,10 @@ MISTAKES: dict[str, tuple[Change, list[tuple[type[Exception], str]]]] = {
         _of_both_on_one_rank,
         [(ValueError, r"rank 0 has the group of ranks \[0, 1\] where rank 1 has one of ranks \[1\]")],
     ),
+    "two groups of the same ranks, the other way round": (
+        _under_each_other_s_group,
+        [(ValueError, r"rank 0 has the group of ranks \[0, 1\] where rank 1 has another one of the same ranks")],
+    ),
 }
 
 
@@ -274,6 +284,19 @@ def test_experts_that_differ_in_a_group_of_twins(rank: int) -> None:
     raised, message = [(RuntimeError, "rank 1 could not"), (ValueError, "experts.0.up.bias")][rank % 2]
     with pytest.raises(raised, match=message):
         wrap(Run(4, 2), model, layout)
+
+
+@on_ranks(2, (None, "the default group"), timeout=30)
+def test_ranks_may_list_groups_in_any_order(rank: int, given: str | None) -> None:
+    """Also where several groups have all ranks, of which each might be that of the data-parallel ranks."""
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("one", "other")})
+    listed = [(dist.new_group([0, 1]), list(layer.parameters())) for layer in model.values()]
+    mapping = dict(listed[:: 1 if rank == 0 else -1])
+    everybody = dist.group.WORLD if given else None
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), mapping, model=model, dp_process_group=everybody)
+    optimizer.backward(model["one"](model["other"](torch.full((2, 3), rank + 1.0))).square().sum())
+    optimizer.step()
+    optimizer.verify()
 
 
 @on_ranks(2)
