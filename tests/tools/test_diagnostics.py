@@ -97,6 +97,19 @@ def test_an_overflow_is_named(subtests: pytest.Subtests) -> None:
     check_cases(subtests, 3, an_overflow_names_parameter_rank_and_scale, cases)
 
 
+def an_overflow_came_from_no_rank_of_an_earlier_one(rank: int, world_size: int) -> None:
+    """Whether that was stepped or dropped."""
+    run = Run(1, torch.float16, initial_scale=256.0, hysteresis=1)
+    with listening() as lines:
+        for culprit, end in ((1, run.optimizer.step), (0, run.optimizer.step)) * 2 + ((1, run.optimizer.zero_grad),):
+            run.spoiler.factor = math.inf if rank == culprit else None
+            run.optimizer.backward(run.model(torch.ones(2, 4).half()).float().square().mean())
+            end()
+        run.train(math.inf if rank == 0 else None)
+    told = [line.partition("), ")[2].partition(". ")[0] for line in lines]
+    assert told == [f"from rank {culprit}" for culprit in (1, 0, 1, 0, 0) if rank == 0]
+
+
 def a_sum_that_overflows_came_from_no_rank(rank: int, world_size: int) -> None:
     """Each rank's gradient fits fp16, their sum doesn't."""
     model = net(torch.float16)
@@ -174,6 +187,7 @@ def error_if_nonfinite_steps_nothing_and_training_goes_on(rank: int, world_size:
 
 def test_bad_numbers(subtests: pytest.Subtests) -> None:
     checks = (
+        an_overflow_came_from_no_rank_of_an_earlier_one,
         a_sum_that_overflows_came_from_no_rank,
         what_was_sent_before_a_step_or_a_zero_grad_is_forgotten,
         skipping_ends_when_the_scale_can_fall_no_further,
