@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.diagnostics.untrained import Untrained
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_ranks
 from tests.support.scripts import loss_at, net
@@ -110,6 +111,21 @@ def test_several_optimizers_of_a_model_warn_together() -> None:
 
     for rank, (line,) in enumerate(run_ranks(train, 2)):
         assert line.startswith(f"3.weight, 3.bias: got gradients on rank {rank}, but no LowLevelZeroOptimizer")
+
+
+def test_it_is_looked_for_after_few_steps_at_first_later_seldom_and_when_a_gradient_first_lacks() -> None:
+    """A look takes a microsecond for each parameter."""
+    model, looks = nn.Linear(2, 2), list[int]()
+    model(torch.ones(2)).sum().backward()
+
+    def alive() -> list[Any]:
+        looks.append(step)
+        return []
+
+    untrained: Any = Untrained(model, None, alive)  # type: ignore[arg-type]
+    for step in range(1, 200):
+        untrained.look(step, lacked=step >= 100)
+    assert looks == [1, 2, 4, 8, 16, 32, 64, 100, 128, 192]
 
 
 @on_ranks(2, product((0, 1, None), (0, 1)))
