@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lowlevel_zero import Communication
 from lowlevel_zero.checkpoint import latest, save_checkpoint
 from lowlevel_zero.communication import failed_ranks, process_groups, processes
-from lowlevel_zero.communication.failed_ranks import LostRank, lost_rank_error
+from lowlevel_zero.communication.failed_ranks import LostRank, lost_rank_error, run_each
 from lowlevel_zero.communication.shard_group import ShardGroup
 from tests.support.mortal import BACKWARD, GATHER, PLACES, SAVE, STEP, build, die_at, loss_of
 from tests.support.on_ranks import on_ranks
@@ -171,6 +172,24 @@ def test_a_rank_that_ends_is_named(leave: Callable[[], None], wires: str) -> Non
         assert error.type == "LostRank"
         assert LOST.search(error.message), error
         assert all(remedy in error.message for remedy in REMEDIES)
+
+
+def test_further_collectives_are_run_after_one_that_fails_unless_a_rank_is_lost() -> None:
+    """The other ranks are in the next one whatever has become of the last; nobody is who has lost a rank."""
+    ran: list[int] = []
+
+    def fail(number: int, error: Exception) -> None:
+        ran.append(number)
+        raise error
+
+    errors = ValueError("first"), RuntimeError("second"), LostRank("lost"), ValueError("never")
+    calls = [partial(fail, number, error) for number, error in enumerate(errors)]
+    with pytest.raises(ValueError, match="first"):
+        run_each([*calls[:2], partial(ran.append, 9)])
+    assert ran == [0, 1, 9]
+    with pytest.raises(LostRank):
+        run_each(calls)
+    assert ran == [0, 1, 9, 0, 1, 2]
 
 
 # ---- how it is found ----
