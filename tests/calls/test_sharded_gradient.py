@@ -325,8 +325,14 @@ def nobody_keeps_a_handle(rank: int, world_size: int) -> None:
         assert id(weight.grad) == first
     weight.grad.add_(weight, alpha=0.1)
     assert weight.grad.requires_grad
+    gone = weakref.ref(weight.grad)
     optimizer.step()
-    optimizer.zero_grad()
+    gc.disable()
+    try:
+        optimizer.zero_grad()
+        assert gone() is None
+    finally:
+        gc.enable()
     optimizer.backward(loss_at(model, 0, rank))
     assert not weight.grad.requires_grad
 

@@ -322,6 +322,18 @@ def test_an_operator_in_place_on_its_data(rank: int) -> None:
     assert [p[0].item(), q[0].item()] == [-4.0, -6.0]
 
 
+@on_ranks(2)
+def test_a_gradient_with_other_strides_is_added_element_by_element(rank: int) -> None:
+    """Each rank's slice of it has other elements."""
+    rows, columns = nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(5, 3).t())
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([rows, columns], lr=1.0))
+    numbers = torch.arange(15.0).view(3, 5)
+    optimizer.backward((rows * numbers + columns * numbers * 100).sum())
+    rows.grad.add_(columns.grad)  # type: ignore[union-attr]
+    optimizer.step()
+    assert torch.equal(rows, -101 * numbers)
+
+
 FACTORS = [torch.tensor(value, dtype=kind) for kind in (torch.float16, torch.bfloat16) for value in (3.0, 1e-5, 5e4)]
 
 

@@ -212,6 +212,7 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "means": each(lambda p, g: [g.mean(), g.std(), g.sum(), float(g.sum()), g.square().mean().sqrt().item()]),
     "norms": each(lambda p, g: [g.norm(), g.norm(1), torch.norm(g, INF), torch.linalg.norm(g), g.data.norm(2)]),
     "other norms": each(lambda p, g: [g.norm(dim=0), g.norm(0), g.view(-1).norm(), g.flatten().norm(1)]),
+    "norms that keep dimensions": each(lambda p, g: torch.linalg.vector_norm(g, keepdim=True)),
     "clone": each(lambda p, g: [g.clone(), g.detach().clone(), g.clone().detach(), g.data.clone(), copy.deepcopy(g)]),
     "detach": each(lambda p, g: [g.detach().flatten(), g.detach().view(-1)[:2].sum(), g.detach() * 1]),
     "dtypes": each(lambda p, g: [g.double().sum(), g.detach().cpu() + 0, g.to(torch.float64), g.float() * 2]),
