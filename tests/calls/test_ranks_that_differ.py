@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.bookkeeping.parameter_store import ParameterStore
+from lowlevel_zero.communication.agreement import BUILDS, first_difference
 from lowlevel_zero.deepspeed import full_fp32_params, full_grads, full_optimizer_states
 from lowlevel_zero.options import GROUPS, ZeroOptions, abouts
 from tests.support.options import grouped
@@ -286,6 +287,25 @@ def test_all_ranks_refuse_it_and_say_what_differs_and_where() -> None:
     for name, message in ranks[0].items():
         assert f"rank {ODD} has" in message, name
         assert all(word in message for word in REFUSED[name].words), f"{name}: {message}"
+
+
+def test_of_many_ranks_those_that_differ_are_told_and_no_more_than_eight_of_them() -> None:
+    """Of eight ranks or fewer all are told, beginning with the first and the first that differs from it."""
+
+    def told(*odd: int, ranks: int) -> str:
+        lines = [["alike", "other"] if rank in odd else ["alike", "one", "more"] for rank in range(ranks)]
+        return first_difference(lines, range(10, 10 + ranks), BUILDS)
+
+    for ranks, odd, others in (
+        (8, (3, 7), (3, 1, 2, 4, 5, 6, 7)),
+        (9, (3, 7), (3, 7)),
+        (40, range(5, 30), range(5, 13)),
+    ):
+        text = told(*odd, ranks=ranks)
+        listed = [f"rank {10 + rank} has «{'other' if rank in odd else 'one'}»" for rank in others]
+        assert f"on every rank; rank 10 has «one» where {', '.join(listed)}: build them alike" in text
+    shorter = first_difference([["alike", "more"], ["alike"]], [2, 4], BUILDS)
+    assert "rank 2 has «more» where rank 4 has «nothing more»: " in shorter
 
 
 def parameters_on_different_devices(rank: int, world_size: int) -> None:

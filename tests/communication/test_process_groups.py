@@ -188,6 +188,24 @@ def test_a_side_group_has_the_caller_s_timeout_and_ends_with_all_groups(rank: in
     assert groups() == 0
 
 
+def test_a_timeout_is_the_shortest_of_any_device_s() -> None:
+    """As where one backend's has been set by itself; a device whose communicator isn't made yet has none."""
+
+    class Group:
+        _device_types = ("slow", "fast", "unused", "without")
+
+        def _get_backend(self, device: str) -> Any:
+            if device == "unused":
+                raise RuntimeError("no communicator yet")
+            seconds = {"slow": 77, "fast": 7}.get(device)
+            return SimpleNamespace(options=SimpleNamespace(_timeout=seconds and timedelta(seconds=seconds)))
+
+    group: Any = Group()
+    assert process_groups.timeout_of(group) == 7.0
+    group._device_types = ("unused",)
+    assert process_groups.timeout_of(group) == dist.constants.default_pg_timeout.total_seconds()
+
+
 # ---- a communicator of our own ----
 
 
