@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,6 +19,7 @@ from lowlevel_zero import options as options_of_zero
 from lowlevel_zero.checkpoint import Sharded
 from lowlevel_zero.communication.fp8 import BLOCK, decode, encode, encoded_size
 from lowlevel_zero.deepspeed import full_fp32_params
+from lowlevel_zero.partition import Alignment
 from tests.support.checkpoints import check_same
 from tests.support.judging import off_the_way
 from tests.support.on_ranks import on_ranks
@@ -122,6 +124,13 @@ def sums_are_those_of_the_rounded_numbers(rank: int, way: str) -> None:
     assert torch.equal(total, there_and_back(rounded).bfloat16())
 
 
+@contextmanager
+def fresh_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def gathered_rows_are_alike_on_all_ranks(rank: int, way: str) -> None:
     for_rank = [[numbers(size, seed=rank + size) for size in (300, 1, 256)] for rank in range(RANKS)]
     expected = there_and_back(torch.stack([torch.cat(each) for each in for_rank]).bfloat16()).bfloat16()
@@ -129,10 +138,14 @@ def gathered_rows_are_alike_on_all_ranks(rank: int, way: str) -> None:
         rows = torch.zeros(RANKS, 557, dtype=torch.bfloat16)
         group.gather([torch.cat(for_rank[rank])], [rows], fp8=True).wait()
         pieces = [torch.zeros(RANKS, size, dtype=torch.bfloat16) for size in (300, 1, 256)]
+        aligned = [torch.zeros_like(each) for each in pieces]
         group.gather(for_rank[rank], pieces, fp8=True).wait()
+        with fresh_memory_is_nan():
+            group.gather(for_rank[rank], aligned, fp8=True, alignment=Alignment(64, 64)).wait()
         assert torch.equal(rows, expected)
-        assert torch.equal(torch.cat(pieces, dim=1), expected)
-        assert group.traffic()["gather"] == (RANKS - 1) * 2 * encoded_size(557)
+        for each in (pieces, aligned):
+            assert torch.equal(torch.cat(each, dim=1), expected)
+        assert group.traffic()["gather"] == (RANKS - 1) * (2 * encoded_size(557) + encoded_size(560))
 
 
 def a_backend_s_own_reduce_scatters_sum_16_bits_in_fp32(rank: int, way: str) -> None:
