@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 
 
 class HostBucket(Bucket):
-    """A bucket whose row is copied to the host when it is reduced; its norm is measured on the device before."""
+    """A bucket whose row is copied to the host whenever ``hold`` gets it; its norm is measured on the device before."""
 
     _arrived: Mark
     _norm: Tensor
@@ -39,11 +39,6 @@ class HostBucket(Bucket):
         dtype = torch.promote_types(self.row.dtype, torch.float32)
         self._norm = torch.linalg.vector_norm(self.row, dtype=dtype)
         self.row, self._arrived = self._copies.down(self.row)
-
-    def hold_for_step(self, row: Tensor) -> None:
-        """Keep this rank's row, and drop other rows; its norm isn't measured until ``hold`` is called again."""
-        super().hold_for_step(row)
-        self._arrived = Mark()
 
     @property
     def measured(self) -> Tensor:
