@@ -21,7 +21,13 @@ RANKS, ODD = 3, 1
 
 def settings() -> dict[str, Any]:
     """Of every kind that ranks compare, in containers of their own."""
-    return {"betas": [0.9, 0.99], "weight_decay": torch.tensor(0.1), "note": {"decay": 0.5}, "lr": 0.01}
+    return {
+        "betas": [0.9, 0.99],
+        "weight_decay": torch.tensor(0.1),
+        "note": {"decay": 0.5},
+        "lr": 0.01,
+        "pair": (torch.tensor(0.1),),
+    }
 
 
 def wrap(model: nn.Module, **options: Any) -> LowLevelZeroOptimizer:
@@ -50,6 +56,7 @@ CHANGES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "weight_decay in place": (lambda group: group["weight_decay"].fill_(0.75), "0.75"),
     "amsgrad": (lambda group: group.update(amsgrad=True), "True"),
     "note": (lambda group: group["note"].update(decay=0.25), "{decay: 0.25}"),
+    "pair in place": (lambda group: group["pair"][0].fill_(0.625), "0.625"),
     "initial_lr": (lambda group: group.update(initial_lr=0.3), "0.3"),
 }
 
@@ -60,7 +67,8 @@ def test_all_ranks_refuse_a_step_by_other_settings_and_go_on(subtests: pytest.Su
     def live(rank: int, world_size: int, what: str) -> str:
         model = net()
         optimizer = wrap(model)
-        optimizer.backward(loss_at(model, 0)(rank))
+        steps(Together(rank), model, optimizer, [0])
+        optimizer.backward(loss_at(model, 1)(rank))
         before = values(model, optimizer)
         group = optimizer.param_groups[1]
         kept = {**group, **settings()}
