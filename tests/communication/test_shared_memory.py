@@ -390,6 +390,14 @@ def test_the_end_of_a_step_frees_what_is_idle(rank: int) -> None:
     assert memory_held(optimizer).bucket_buffers <= FEW
 
 
+@on_ranks(2)
+def test_a_buffer_that_could_not_be_filled_is_not_kept(rank: int) -> None:
+    group = group_with_wires()
+    group.new_buffer(2**20, torch.float32, CPU)
+    group.trim(for_good=True)
+    assert sum(each.nbytes for each in group.held()) <= FEW
+
+
 @on_ranks(1)
 def test_the_transport_is_not_set_up_where_it_is_of_no_use(rank: int) -> None:
     patch_rank(memory_pool, "Memory", None)
