@@ -323,6 +323,17 @@ def test_experts_of_another_dtype_on_one_rank_are_refused_when_they_are_added(ra
     optimizer.step()
 
 
+@on_ranks(2, timeout=30)
+def test_experts_that_a_rank_has_frozen_may_be_of_another_dtype(rank: int) -> None:
+    """Whether norms are in fp64 and losses are scaled is decided by what is trained."""
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model = nn.ModuleDict({"dense": nn.Linear(3, 3), "expert": nn.Linear(3, 3).requires_grad_(False)})
+    model["expert"].to(torch.float64 if rank == 0 else torch.float32)
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), {alone: list(model["expert"].parameters())}, model=model)
+    optimizer.backward(model["dense"](torch.ones(2, 3)).sum())
+    optimizer.step()
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_experts_of_one_rank_may_be_frozen_where_others_train_theirs(later: bool) -> None:
     def work(rank: int, world_size: int) -> list[float | None]:
