@@ -312,6 +312,18 @@ def a_handle_is_kept(rank: int, world_size: int) -> None:
         optimizer.backward(loss_at(model, 0, rank))
 
 
+def a_handle_is_read_that_was_cleared(rank: int, world_size: int) -> None:
+    """What reads it finds that out only when all reductions are finished."""
+    model, optimizer = sharded(rank)
+    for read in (ShardedGradient.to_local, ShardedGradient.full_tensor):
+        kept: Any = model[0].weight.grad
+        model[0].weight.grad = None
+        with pytest.raises(RuntimeError, match=r"0.weight: .*p.grad of the present step, got one that was"):
+            read(kept)
+        optimizer.zero_grad()
+        optimizer.backward(loss_at(model, 0, rank))
+
+
 def nobody_keeps_a_handle(rank: int, world_size: int) -> None:
     """The same one is shown again, since making another takes time; a history of autograd's isn't kept with it."""
     model, optimizer = sharded(rank)
@@ -468,6 +480,7 @@ USES = [
     slices_before_a_backward,
     a_slice_is_read,
     a_handle_is_kept,
+    a_handle_is_read_that_was_cleared,
     nobody_keeps_a_handle,
     detached_values,
     detached_values_after_a_later_backward,

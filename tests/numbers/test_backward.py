@@ -145,6 +145,17 @@ def test_gradients_that_come_with_a_graph_are_reduced_without_it(rank: int, stag
     assert [*bias.tolist(), *weight.flatten().tolist()] == [1 - 3 * 1.5] * 8
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@on_ranks(2, STAGES)
+def test_a_gradient_that_comes_with_a_graph_is_added_to_the_sum_before(rank: int, stage: str) -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([p], lr=1.0), **STAGES[stage])
+    for _ in range(3):
+        ((p**3).sum() * (rank + 1)).backward(create_graph=True)
+    optimizer.step()
+    assert p.tolist() == [1 - 3 * 3 * 1.5] * 4
+
+
 # A step between a forward and its backward
 
 

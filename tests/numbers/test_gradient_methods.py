@@ -223,6 +223,21 @@ def test_ranks_must_edit_by_the_same_numbers(
 
 
 @on_ranks(2)
+def test_each_rank_may_write_other_numbers_to_its_slices(rank: int) -> None:
+    model, optimizer = two(rank)
+    slices(optimizer)[1].grad.add_(rank + 1.0)  # type: ignore[union-attr]
+    optimizer.step()
+    assert model.other.tolist() == [value - 3.0 - (1 + (value > 2)) for value in range(5)]
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_divided_by_zero(rank: int) -> None:
+    model, _ = two(rank)
+    model.other.grad.div_(0.0)  # type: ignore[union-attr]
+    assert model.other.grad.tolist() == [float("inf")] * 5  # type: ignore[union-attr]
+
+
+@on_ranks(2)
 def test_a_sparse_gradient_may_be_assigned(rank: int) -> None:
     model, optimizer = two(rank)
     replaced_by_a_sparse_one(slices(optimizer)[1])
