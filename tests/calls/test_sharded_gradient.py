@@ -13,6 +13,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -88,6 +89,16 @@ def norms_are_the_caller_s(rank: int, world_size: int) -> None:
         torch.testing.assert_close([*norms], [*expected, expected[0]])
         torch._foreach_zero_(norms[:1])
         torch.testing.assert_close(norms[-1], expected[0])
+    optimizer.step()
+
+
+def norms_of_each_order_follow_edits(rank: int, world_size: int) -> None:
+    model, optimizer = sharded(rank)
+    gradients: Any = [p.grad for p in model.parameters()]
+    for _ in range(2):
+        for order, gradient in product((1.0, 2.0, float("inf")), gradients):
+            torch.testing.assert_close(gradient.norm(order), gradient.clone().norm(order))
+        torch._foreach_mul_(gradients, 0.5)
     optimizer.step()
 
 
@@ -472,6 +483,7 @@ USES = [
     looks,
     one_collective,
     norms_are_the_caller_s,
+    norms_of_each_order_follow_edits,
     copies,
     the_optimizer_goes,
     old_gradients,
