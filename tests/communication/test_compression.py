@@ -127,8 +127,10 @@ def sums_are_those_of_the_rounded_numbers(rank: int, way: str) -> None:
 @contextmanager
 def fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def gathered_rows_are_alike_on_all_ranks(rank: int, way: str) -> None:
