@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple, TypeAlias
@@ -53,7 +54,7 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
         for name, value in vars(optimizer).items():
             held = tree_leaves(value) if type(value) in (tuple, list, dict) else [value]  # neither states nor hooks
             follows = unknown and name.removeprefix("_") not in names and _may_follow(optimizer, made, name, held)
-            if follows and not all(_is_copied(each, optimizer) for each in held):
+            if follows and not all(_is_copied(each, optimizer, set()) for each in held):
                 raise NoProbe(
                     f"its constructor got {', '.join(unknown)}, which neither its defaults nor its attributes record, "
                     f"and its {name}, which may follow from that, is a {type(value).__name__}, which a probe does not "
@@ -95,27 +96,39 @@ def _may_follow(optimizer: Optimizer, made: Optimizer, name: str, held: Sequence
     return not any(isinstance(each, (Tensor, Optimizer)) for each in held)
 
 
-def _is_copied(value: Any, optimizer: Optimizer | None) -> bool:
+def _is_copied(value: Any, optimizer: Optimizer | None, seen: set[tuple[int, bool]]) -> bool:
     """Return whether a value is made of numbers, text, functions, and methods of ``optimizer`` alone.
 
-    A function that holds the optimizer, as a lambda does that reads ``self``, would step with its settings.
+    A function that holds the optimizer, as a lambda does that reads ``self``, would step with its settings. What is
+    ``seen`` is being looked at, as an object that holds a method of its own.
     """
     if isinstance(value, (Optimizer, Tensor)):
         return value is optimizer
     if isinstance(value, (*_PLAIN, torch.dtype, torch.device, type, BuiltinFunctionType)):
         return True
+    look = id(value), optimizer is None
+    if look in seen:
+        return True
+    seen.add(look)
     if isinstance(value, FunctionType):
-        cells, defaults = value.__closure__ or (), value.__defaults__ or ()
-        held = [*(cell.cell_contents for cell in cells), *defaults, *(value.__kwdefaults__ or {}).values()]
-        return all(_is_copied(each, None) for each in held)
+        return all(_is_copied(each, None, seen) for each in _held_by(value))
     if isinstance(value, MethodType):
-        return _is_copied(value.__self__, optimizer)
+        return _is_copied(value.__self__, optimizer, seen)
     if isinstance(value, partial):
-        return all(_is_copied(each, optimizer) for each in (value.func, *value.args, *value.keywords.values()))
+        return all(_is_copied(each, optimizer, seen) for each in (value.func, *value.args, *value.keywords.values()))
     if isinstance(value, (tuple, list, set, frozenset)):
-        return all(_is_copied(each, optimizer) for each in value)
+        return all(_is_copied(each, optimizer, seen) for each in value)
     own = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    return own is not None and all(_is_copied(each, optimizer) for each in own.values())
+    return own is not None and all(_is_copied(each, optimizer, seen) for each in own.values())
+
+
+def _held_by(function: FunctionType) -> Iterator[Any]:
+    """Yield the default values of a function, and the variables around it that have a value."""
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is empty
+            yield cell.cell_contents
 
 
 def _arguments(

@@ -101,10 +101,23 @@ class Recipe:
     """What a class of it does is told by a flag that it alone has."""
 
     def __init__(self, centralise: bool) -> None:
-        self.centralise = centralise
+        self.centralise, self.own = centralise, self.__call__
 
     def __call__(self, g: Tensor) -> Tensor:
         return g - g.mean() if self.centralise else g
+
+
+def recursive(centralise: bool) -> Callable[[Tensor], Tensor]:
+    """A function that holds itself, and a variable that has no value yet."""
+
+    def way(g: Tensor, again: bool = True) -> Tensor:
+        if again:
+            return way(g, again=False)
+        return g - g.mean() if centralise else g + never if g.dim() > 9 else g
+
+    if way is None:
+        never = 0.0
+    return way
 
 
 class ChoosesAFunction(Stranger):
@@ -118,6 +131,7 @@ class ChoosesAFunction(Stranger):
             "method": self.centralised if centralise else self.plain,
             "object": Recipe(centralise),
             "method of an object": Recipe(centralise).__call__,
+            "recursive function": recursive(centralise),
             "tensor in a function": partial(torch.lerp, weight=torch.tensor([float(centralise)] * 2)),
             "optimizer in a function": lambda g: self.centralised(g) if centralise else g,
         }
@@ -222,7 +236,7 @@ class Explodes(Stranger):
 
 
 Mine = type("Mine", (torch.optim.Adagrad,), {})
-COPIED = ("function", "partial", "method", "object", "method of an object")
+COPIED = ("function", "partial", "method", "object", "method of an object", "recursive function")
 
 TRIED: dict[str, Callable[[], Optimizer]] = {
     "names of parameters are no option": of_names,
