@@ -237,10 +237,13 @@ def together(group: ShardGroup, doing: str, alike: Alike = BUILDS) -> Iterator[L
         error = None  # as in agree
 
 
-def agree_apart(groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str) -> None:
+def agree_apart(
+    groups: Sequence[ShardGroup], lines: Sequence[Iterable[str]], doing: str, alike: Alike = BUILDS
+) -> None:
     """Raise on all ranks of ``groups[0]`` if in another group its ``lines`` differ between ranks. Communicates."""
     with together(groups[0], doing):
-        run_each(partial(agree, group, list(own), None, doing) for group, own in zip(groups[1:], lines, strict=True))
+        pairs = zip(groups[1:], lines, strict=True)
+        run_each(partial(agree, group, list(own), None, doing, alike) for group, own in pairs)
 
 
 def first_difference(by_rank: Sequence[Sequence[str]], ranks: Sequence[int], alike: Alike) -> str:

@@ -316,8 +316,10 @@ def _collective_call(optimizer: ShardedOptimizer, of: ShardedParameter | Records
         lines += told if is_shared_by_all else []
     if not is_shared_by_all:
         numbers = range(1, len(groups))
-        of_experts = [[*(each.name for each in records if each.shard_group == number), *told] for number in numbers]
-        agree_apart(groups, of_experts, f"call {doing}")
+        of_experts = [[each.name for each in records if each.shard_group == number] for number in numbers]
+        if told:  # of a single parameter
+            of_experts[records[0].shard_group - 1] += told
+        agree_apart(groups, of_experts, f"call {doing}", _CALLS)
 
 
 # ---- checks ----

@@ -264,8 +264,16 @@ def experts_are_called_by_each_group_for_its_own(rank: int, world_size: int) -> 
             with pytest.raises(RuntimeError, match="the same call on every rank, got rank 0 to call full_grads of a"):
                 (full_grads, full_fp32_params)[rank](experts)
         else:
-            with pytest.raises(ValueError, match="«step = 0.0» where rank 1"):
+            with pytest.raises(ValueError, match="the same call on every rank; rank 0 has «step = 0.0» where rank 1"):
                 safe_set_full_optimizer_state(p, torch.tensor(float(rank)), "step")
+    of_each, of_both = (nn.Linear(1, 1, bias=False) for _ in range(2))
+    model = nn.ModuleList([nn.Linear(3, 1), of_each, of_both])
+    groups = {each: [of_each.weight], both: [of_both.weight]}
+    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), groups, model=model)
+    optimizer.backward(nn.Sequential(*model)(torch.ones(2, 3)).sum())
+    optimizer.step()
+    safe_set_full_optimizer_state(of_each.weight, torch.tensor(float(rank)), "step")
+    assert safe_get_full_optimizer_state(of_each.weight, "step") == rank
 
 
 def a_state_is_read_that_only_some_parameters_have(rank: int, world_size: int) -> None:
