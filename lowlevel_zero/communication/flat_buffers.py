@@ -43,7 +43,11 @@ def take_apart(buffer: Tensor, pieces: Sequence[Tensor]) -> None:
 
 def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
     """Copy each of ``own`` into row ``rank`` of its ``rows``, unless it is that row's memory already."""
-    copy_apart(own, [each[rank] for each in rows])
+    pairs = zip(own, rows, strict=True)
+    # Each parameter of a step comes by: an address takes a quarter of the time of a view.
+    apart = [(piece, all_of) for piece, all_of in pairs if piece.data_ptr() != all_of.data_ptr() + rank * piece.nbytes]
+    if apart:
+        torch._foreach_copy_([all_of[rank] for _, all_of in apart], [piece for piece, _ in apart])
 
 
 def copy_apart(pieces: Sequence[Tensor], into: Sequence[Tensor]) -> None:
@@ -51,9 +55,9 @@ def copy_apart(pieces: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
     Some may be, and others not: an optimizer may give each of its slices other memory.
     """
-    apart = [at for at, piece in enumerate(pieces) if piece.data_ptr() != into[at].data_ptr()]
+    apart = [pair for pair in zip(pieces, into, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
     if apart:
-        torch._foreach_copy_([into[at] for at in apart], [pieces[at] for at in apart])
+        torch._foreach_copy_([place for _, place in apart], [piece for piece, _ in apart])
 
 
 # ---- sums ----
