@@ -93,7 +93,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
 
     def _kept_beside(self, new: list[Optimizer]) -> list[Any]:
         """Return the prepared optimizers that ``new`` ones won't retire; raise if one of several scales the loss."""
-        own = _parameters_of(new)
+        own = {p for p in _parameters_of(new) if p.requires_grad}  # what they have frozen is another's to train
         alive = [each for each in self._optimizers if not each.optimizer.is_retired]
         kept = [each for each in alive if all(record.p not in own for record in each.optimizer.sharded_parameters)]
         check_loss_scales([*(each.optimizer for each in kept), *new], self.zero_options.get("forced_dtype"))
