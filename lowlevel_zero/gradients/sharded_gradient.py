@@ -257,7 +257,7 @@ class DetachedGradient(ShardedGradient):
         record, gradients = self.held()
         if self.is_of_slice:
             return super().full_tensor()
-        return self._of.full_tensor() if self.is_current else gradients.gathered(record, self._kept)
+        return gradients.gathered(record, self._kept)
 
     def to_local(self) -> Tensor:
         """Return a copy of this rank's slice as it was detached, or last written. Doesn't communicate."""

@@ -414,6 +414,10 @@ def detached_values_after_a_later_backward(rank: int, world_size: int) -> None:
         assert not torch.equal(weight.grad.clone(), whole)
         optimizer.zero_grad()
         optimizer.backward(loss_at(model, 0, rank))
+    kept, whole = weight.grad.detach(), weight.grad.clone()
+    if rank == 0:
+        loss_at(model, 1, rank).backward()
+    assert torch.equal(kept.clone(), whole)
 
 
 def in_a_hook(rank: int, world_size: int) -> None:
