@@ -98,9 +98,9 @@ def load_checkpoint(
     with all_or_nothing(group, doing) as undo:
         contents.check_same(saved, schedulers)
         contents.load_objects(saved, schedulers, undo)
-    for each in optimizers.values():
-        each.zero_grad()
     with _damaging(optimizers.values()):
+        for each in optimizers.values():
+            each.zero_grad()
         with together(group, doing):
             contents.read(saved)
         contents.gather(saved.objects)
@@ -119,7 +119,7 @@ def _damaging(optimizers: Collection[LowLevelZeroOptimizer]) -> Iterator[None]:
     """Note on this rank, if the body raises, that parameters are undefined: each later call asks for a checkpoint."""
     try:
         yield
-    except Exception as error:  # of whatever type: a part of the checkpoint has been loaded
+    except BaseException as error:  # of whatever type, an interrupt too: a part of the checkpoint has been loaded
         for each in optimizers:
             each.step_state.failure.note(error, Damage.PARAMETERS)
         raise

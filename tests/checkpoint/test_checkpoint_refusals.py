@@ -22,6 +22,7 @@ from torch import nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import latest, load_checkpoint, read_manifest, read_metadata, save_checkpoint
 from lowlevel_zero.checkpoint.checksum import FileSum
+from lowlevel_zero.checkpoint.contents import Contents
 from tests.support.checkpoints import AFTER, BEFORE, Pair, Training, check_same
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import groups
@@ -114,6 +115,24 @@ def test_what_can_not_be_read_to_its_end_raises_on_all_ranks_and_another_load_me
     for each in (pair, other):
         load_checkpoint(saved, each.model, each.optimizer)
     check_same(other.whole(), pair.whole())
+
+
+@on_ranks(1, [(Contents, "read"), (LowLevelZeroOptimizer, "zero_grad")])
+def test_a_load_that_is_interrupted_asks_for_another(
+    rank: int, of: type, within: str, saved: Path, tmp_path: Path
+) -> None:
+    pair = Training().start().train(AFTER, rank, 1)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of, within, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            load_checkpoint(saved, pair.model, pair.optimizer)
+    assert "load a checkpoint" in refused(lambda: save_checkpoint(tmp_path / within, pair.model, pair.optimizer))
+    load_checkpoint(saved, pair.model, pair.optimizer)
+    save_checkpoint(tmp_path / within, pair.model, pair.optimizer)
 
 
 class Trap:
