@@ -42,22 +42,16 @@ def take_apart(buffer: Tensor, pieces: Sequence[Tensor]) -> None:
 
 
 def keep_own(own: Sequence[Tensor], rows: Sequence[Tensor], rank: int) -> None:
-    """Copy each of ``own`` into row ``rank`` of its ``rows``, unless it is that row's memory already."""
+    """Copy each of ``own`` into row ``rank`` of its ``rows``, unless all are these rows' memory already."""
     pairs = zip(own, rows, strict=True)
     # Each parameter of a step comes by: an address takes a quarter of the time of a view.
-    apart = [(piece, all_of) for piece, all_of in pairs if piece.data_ptr() != all_of.data_ptr() + rank * piece.nbytes]
-    if apart:
-        torch._foreach_copy_([all_of[rank] for _, all_of in apart], [piece for piece, _ in apart])
+    if any(piece.data_ptr() != all_of.data_ptr() + rank * piece.nbytes for piece, all_of in pairs):
+        torch._foreach_copy_([each[rank] for each in rows], list(own))
 
 
-def copy_apart(pieces: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Copy each of ``pieces`` into its place in ``into``, unless it is that memory already.
-
-    Some may be, and others not: an optimizer may give each of its slices other memory.
-    """
-    apart = [pair for pair in zip(pieces, into, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
-    if apart:
-        torch._foreach_copy_([place for _, place in apart], [piece for piece, _ in apart])
+def are_apart(pieces: Sequence[Tensor], places: Sequence[Tensor]) -> bool:
+    """Return whether any of ``pieces`` isn't the memory of its place: an optimizer may give each slice other memory."""
+    return any(piece.data_ptr() != place.data_ptr() for piece, place in zip(pieces, places, strict=True))
 
 
 # ---- sums ----

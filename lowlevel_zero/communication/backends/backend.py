@@ -14,7 +14,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
-from ..flat_buffers import copy_apart, in_rows, keep_own, lay_end_to_end, sum_rows, take_apart, unpack
+from ..flat_buffers import are_apart, in_rows, keep_own, lay_end_to_end, sum_rows, take_apart, unpack
 from ..work import Chain, Work, or_raise
 
 KINDS = 16  # at most
@@ -195,8 +195,8 @@ class BufferBackend(Backend):
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
         """Start broadcasting the owner's pieces, as one buffer, into ``whole``. Communicates."""
         if len(whole) == 1:
-            if self.rank == owner:
-                copy_apart(own, whole)
+            if self.rank == owner and are_apart(own, whole):
+                whole[0].copy_(own[0])
             return self.broadcast(whole[0], owner).then(lambda _: None)
         buffer = whole[0].new_empty(sum(map(Tensor.numel, whole)))
         if self.rank == owner:
@@ -270,7 +270,8 @@ class HostBackend(Backend):
         if self.rank == owner:
             packed = self.new_buffer(count, whole[0].dtype, whole[0].device, 1)[0]
             lay_end_to_end(packed, own)
-            copy_apart(own, whole)
+            if are_apart(own, whole):
+                take_apart(packed, whole)  # not from ``own``, which may be of another dtype
             return self.trade(Trade(Kind.GATHER, packed, None, [0] * self.size), lambda _: None)
         coming = [count if rank == owner else 0 for rank in range(self.size)]
         parts = Trade(Kind.GATHER, whole[0].new_empty(0), [0] * self.size, coming)
@@ -326,7 +327,8 @@ class Alone(HostBackend):
 
     def broadcast_from(self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor]) -> Work[None]:
         """Copy ``own`` into ``whole`` now, unless it is the same memory; the work has nothing left to wait for."""
-        copy_apart(own, whole)
+        if are_apart(own, whole):
+            torch._foreach_copy_(list(whole), list(own))
         return Work(lambda: None)
 
     def gather(self, own: Sequence[Tensor], rows: Sequence[Tensor], row: int) -> Work[None]:
