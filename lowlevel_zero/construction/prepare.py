@@ -90,7 +90,8 @@ def check(
     check_parameters(optimizer, trained, names, group, options, model=model)
     assignment = assign(assigned, group, names, model)
     checked = _chosen(optimizer, trained, names, options, assignment, model)
-    checked.lines[0] += [f"{len(assignment.groups)} groups in pg_to_param_list beside the data-parallel one"]
+    # First, since a parameter's line may lack where it is another group's.
+    checked.lines[0].insert(0, f"{len(assignment.groups)} groups in pg_to_param_list beside the data-parallel one")
     checked.lines[0] += [*options.alike(), dtypes_in_common(names, options)]
     return checked
 

@@ -65,8 +65,8 @@ def data_parallel_group(given: Any, pg_to_param_list: Any, optimizer: object) ->
 def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], model: nn.Module | None) -> Assignment:
     """Read and check ``pg_to_param_list``, and return each parameter's shard group. Doesn't communicate.
 
-    ``dp`` are the data-parallel ranks, who share what isn't listed. Parameters of the optimizer, whose ``names`` these
-    are, may be listed, and others of ``model``.
+    ``dp`` are the data-parallel ranks, who share what isn't listed, or is listed under another group of all of them.
+    Parameters of the optimizer, whose ``names`` these are, may be listed, and others of ``model``.
 
     Raises:
         TypeError, ValueError: it isn't such a mapping, or has other parameters or ranks than these.
@@ -78,14 +78,14 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
     known.update(names)
     group_of = _groups_by_parameter(pg_to_param_list, dp, known)
     in_order = [group_of[p] for p in (*names, *known) if p in group_of]
-    groups = [pg for pg in dict.fromkeys(in_order) if pg is not dp.group]
+    groups = [pg for pg in dict.fromkeys(in_order) if set(_ranks(pg)) != set(_ranks(dp.group))]
     if groups and dp.ranks > dp.size:
         raise ValueError(
             f"hybrid_shard=True: expected no {_KEYWORD}, got groups in it that share less: shard over both levels, "
             "or let experts be shared as the rest is"
         )
-    number: dict[dist.ProcessGroup, int] = {pg: at for at, pg in enumerate([dp.group, *groups])}
-    number_of = {p: 0 for p in names if p.requires_grad} | {p: number[pg] for p, pg in group_of.items()}
+    number = {pg: at for at, pg in enumerate(groups, 1)}
+    number_of = {p: 0 for p in names if p.requires_grad} | {p: number.get(pg, 0) for p, pg in group_of.items()}
     add_companions(number_of, model)
     return Assignment(groups, {tensor: at for tensor, at in number_of.items() if at}, set(group_of))
 

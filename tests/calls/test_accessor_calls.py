@@ -28,6 +28,7 @@ from lowlevel_zero.deepspeed import (
 )
 from lowlevel_zero.state import values
 from tests.support.accessing import backward, train, wrapped
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Run, adamw
 from tests.support.several import check_all, of_all
 
@@ -266,14 +267,6 @@ def experts_are_called_by_each_group_for_its_own(rank: int, world_size: int) -> 
         else:
             with pytest.raises(ValueError, match="the same call on every rank; rank 0 has «step = 0.0» where rank 1"):
                 safe_set_full_optimizer_state(p, torch.tensor(float(rank)), "step")
-    of_each, of_both = (nn.Linear(1, 1, bias=False) for _ in range(2))
-    model = nn.ModuleList([nn.Linear(3, 1), of_each, of_both])
-    groups = {each: [of_each.weight], both: [of_both.weight]}
-    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), groups, model=model)
-    optimizer.backward(nn.Sequential(*model)(torch.ones(2, 3)).sum())
-    optimizer.step()
-    safe_set_full_optimizer_state(of_each.weight, torch.tensor(float(rank)), "step")
-    assert safe_get_full_optimizer_state(of_each.weight, "step") == rank
 
 
 def a_state_is_read_that_only_some_parameters_have(rank: int, world_size: int) -> None:
@@ -313,6 +306,23 @@ CALLS = [
 
 def test_calls(subtests: pytest.Subtests) -> None:
     check_all(CALLS, 2, subtests)
+
+
+@on_ranks(3)
+def test_an_expert_s_number_is_compared_in_its_own_group(rank: int) -> None:
+    alone = [dist.new_group([each]) for each in range(3)][rank]
+    pair = [dist.new_group(ranks) for ranks in ([0, 1], [2])][rank // 2]
+    own, shared = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    model = nn.Sequential(nn.Linear(3, 1), own, shared)
+    groups = {alone: [own.weight], pair: [shared.weight]}
+    optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), groups, model=model)
+    optimizer.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    safe_set_full_optimizer_state(own.weight, torch.tensor(float(rank)), "step")
+    assert safe_get_full_optimizer_state(own.weight, "step") == rank
+    told = "rank 0 could not call" if rank == 2 else "the same call on every rank; rank 0 has «step = 0.0» where rank 1"
+    with pytest.raises((RuntimeError, ValueError), match=told):
+        safe_set_full_optimizer_state(shared.weight, torch.tensor(float(rank)), "step")
 
 
 def test_names_and_order_of_arguments_are_deepspeed_s() -> None:

@@ -243,9 +243,9 @@ MISTAKES: dict[str, tuple[Change, list[tuple[type[Exception], str]]]] = {
         lambda rank, model, layout: {layout.twins: _experts(model)} if rank == 0 else None,
         [(ValueError, "")],
     ),
-    "groups that do not part the ranks": (
+    "a group of all on one rank": (
         _of_both_on_one_rank,
-        [(ValueError, r"rank 0 has the group of ranks \[0, 1\] where rank 1 has one of ranks \[1\]")],
+        [(ValueError, "«0 groups in pg.* where rank 1 has «1 groups")],
     ),
     "two groups of the same ranks, the other way round": (
         _under_each_other_s_group,
@@ -262,6 +262,29 @@ def test_a_bad_mapping(rank: int, mistake: str) -> None:
     raised, message = told[rank % len(told)]
     with pytest.raises(raised, match=f"(?s){message}"):
         wrap(Run(2, 2), model, layout, pg_to_param_list=change(rank, model, layout))
+
+
+@on_ranks(3, timeout=20)
+def test_groups_that_do_not_part_the_ranks(rank: int) -> None:
+    """The first rank lists its expert under a group of two, the others list theirs under their own."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1], [2])]
+    model = nn.ModuleDict({"dense": nn.Linear(2, 2), "expert": nn.Linear(2, 2)})
+    told = r"rank 0 has the group of ranks \[0, 1\] where rank 1 has one of ranks \[1\]"
+    with pytest.raises(ValueError, match=told):
+        LowLevelZeroOptimizer(sgd(model.parameters()), {groups[rank]: list(model["expert"].parameters())}, model=model)
+
+
+@on_ranks(2, timeout=20)
+def test_what_is_listed_under_a_group_of_all_ranks_is_no_expert(rank: int) -> None:
+    """As where a caller lists what is trained, and not what is frozen."""
+    model = nn.ModuleDict({"trained": nn.Linear(2, 2), "frozen": nn.Linear(2, 2).requires_grad_(False)})
+    listed = {dist.new_group([0, 1]): list(model["trained"].parameters())}
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), listed, model=model)
+    optimizer.backward(model["frozen"](model["trained"](torch.ones(3, 2))).square().sum())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm > 1
+    optimizer.step()
+    assert len(optimizer.sharded_parameters.shard_groups) == 1
 
 
 @on_ranks(2, timeout=20)
