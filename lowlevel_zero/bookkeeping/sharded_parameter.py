@@ -120,7 +120,7 @@ class ShardedParameter:
     def make_master(self, dtype: torch.dtype, on_host: bool = False) -> None:
         """Make ``p32`` a copy of the row in ``dtype``, or the row itself where dtype, device and fp8 allow it.
 
-        It requires grad as what optimizers step does: callers who find it in ``param_groups`` may set that. It has
+        It is an ``nn.Parameter`` that requires grad, as what optimizers step is: some skip any other tensor. It has
         ``p``'s own attributes, now and later: some optimizers read a factor of the learning rate there. ``on_host``: a
         copy on the host, whatever its dtype.
         """
@@ -128,7 +128,7 @@ class ShardedParameter:
         own = self.row_for_master(device, dtype, copy=on_host or self.fp8)
         self.shares_storage = own is self.row
         # ``data`` has a count of writes of its own: a gather into the row isn't one of ``p32``'s.
-        self.p32 = self.split.shaped(own.data, self.p).requires_grad_()
+        self.p32 = nn.Parameter(self.split.shaped(own.data, self.p))
         self.p32.__dict__ = self.p.__dict__
         self.note_version()
         self.note_slice()
