@@ -25,7 +25,7 @@ from .twins import NoProbe, Options, fresh, kinds_to_try, own_options, twin, unl
 LARGE = (16, 12, 5, 4, 3, 2)  # a shape of as many dimensions as a parameter has
 LARGE_LR = 0.1  # by which decay that comes with it isn't lost to rounding
 # Steps with gradients, and then without. Slow weights are updated in every second to tenth step, seldom later, and some
-# are made in the first of these.
+# are made in the first of these. Limits, as of a clamp, bind at once: so some parameters have no gradient at all.
 _USED, _UNUSED = 11, 100
 
 
@@ -124,19 +124,21 @@ def fails_without_gradients(optimizer: Optimizer, empty: bool) -> bool:
 def writes_without_gradients(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer``'s class writes parameters that have no gradient, as slow weights are written.
 
-    True where it can't be tried.
+    A write of the same values counts too. True where it can't be tried.
     """
     with suppress(NoProbe), undisturbed():
         torch.manual_seed(0)
         kinds = kinds_to_try(optimizer, LARGE_LR)
-        params: list[Tensor] = [torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(2 * len(kinds))]
+        params: list[Tensor] = [torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(3 * len(kinds))]
         other = twin(optimizer, kinds, params)
+        steps_with_gradients = (_USED + _UNUSED, _USED, 0) * len(kinds)
+        before = {p: (p.detach().clone(), p._version) for p in params[2::3]}
         for number in range(_USED + _UNUSED):
             if number == _USED:
-                before = [p.detach().clone() for p in params]
-            used = [number < _USED or not at % 2 for at in range(len(params))]
+                before |= {p: (p.detach().clone(), p._version) for p in params[1::3]}
+            used = [number < count for count in steps_with_gradients]
             step(other, params, [torch.randn_like(p) if of else None for p, of in zip(params, used, strict=True)])
-        return any(not torch.equal(p, old) for p, old in zip(params[1::2], before[1::2], strict=True))
+        return any(p._version != version or not torch.equal(p, old) for p, (old, version) in before.items())
     return True
 
 
