@@ -37,8 +37,9 @@ _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(_SIZES)  # of the element: each step rounds it
 _EARLY = 3  # steps in which all parameters have gradients, after which param groups are compared
 _LACKING = 4  # the step in which some have none
-_AHEAD = 10**5  # steps: some classes change their rule after so many
-_LATER = 4  # steps late in a run
+_HUGE, _IN_STEP = 1e4, 1  # every second gradient of parameters that ranks own is so many times as large in that step
+_LATE = 96_000  # a step late in a run, which most periods divide: some classes change their rule, or act, at times
+_LATER = 4  # steps around that one
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
 # Texts about a parameter's shape, and the gap.
 _SLICES_DIFFER = (
@@ -202,6 +203,8 @@ class _Comparison:
         sequence = self._trial.gradients(self._whole.params, self._generator)
         for number, each in enumerate(islice(sequence, steps)):
             lacking = drops and number == _LACKING
+            if number == _IN_STEP and drops:
+                each = [grad * _HUGE if at % 2 else grad for at, grad in enumerate(each)]
             grads = [None if lacking and at % 2 else grad.to(self._dtype) for at, grad in enumerate(each)]
             for part in (self._whole, *self._parts):
                 step(part.optimizer, part.params, part.of(grads))
@@ -226,21 +229,29 @@ class _Comparison:
 
 
 def _skip_ahead(optimizer: Optimizer, before: Sequence[float]) -> None:
-    """Add ``_AHEAD`` to each number of an optimizer that has gone up by one since ``before``, a step ago."""
+    """Set each number that has gone up by one since ``before``, a step ago, to shortly before ``_LATE``.
+
+    Whether it is read before or after it goes up, some of ``_LATER`` steps then read a multiple of most periods.
+    """
     for (holder, key, value), former in zip(_numbers(optimizer), before, strict=True):
         if float(value) == former + 1:
-            holder[key] = value + _AHEAD
+            holder[key] = value + round(_LATE - _LATER // 2 - float(value))
 
 
 def _numbers(optimizer: Optimizer) -> list[tuple[dict[Any, Any], Any, Any]]:
-    """Return the numbers that an optimizer keeps, each with the dict that holds it and its key."""
+    """Return the numbers that an optimizer keeps, each with the dict that holds it and its key.
+
+    A state that has more than one element for some parameter is a number for none.
+    """
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    holders: list[dict[Any, Any]] = [vars(optimizer), optimizer.state, *optimizer.param_groups, *states]
+    tensors = [(key, value) for state in states for key, value in state.items() if isinstance(value, Tensor)]
+    large = {key for key, value in tensors if value.numel() != 1}
+    holders: list[dict[Any, Any]] = [vars(optimizer), optimizer.state, *optimizer.param_groups]
     return [
         (holder, key, value)
-        for holder in holders
+        for holder in (*holders, *states)
         for key, value in holder.items()
-        if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1 and key not in large)
     ]
 
 
@@ -272,10 +283,14 @@ def _states_apart(parts: Sequence[_Part]) -> str | None:
     """Return a text about a state that can't be sliced (another shape; in a list, dict or object), or None if all can.
 
     Single numbers are alike on all ranks. Tensors in lists and dicts can't be told from those that are, and objects
-    may hold tensors.
+    may hold tensors. Where no other tensor has the parameter's shape, neither can a tensor of the shape (1,) be told.
     """
     for param, optimizer in ((param, part.optimizer) for part in parts for param in part.params):
-        for key, value in optimizer.state.get(param, {}).items():
+        state = optimizer.state.get(param, {})
+        shapes = {key: value.shape for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+        if {*shapes.values()} == {(1,)} and param.numel() > 1:
+            return f"its state {next(iter(shapes))!r} has a tensor of the shape (1,), which can't be told from a slice"
+        for key, value in state.items():
             others = [leaf for leaf in tree_leaves(value) if not _is_single(leaf)]
             if any(each is not value or not isinstance(each, Tensor) or each.shape != param.shape for each in others):
                 apart = "has tensors in a list, dict or object, or of another shape, which can't be sliced"
