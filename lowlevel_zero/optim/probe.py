@@ -177,7 +177,7 @@ class _Comparison:
         def part(cut: Callable[[Tensor], Tensor] | None = None) -> _Part:
             values = self._starts if cut is None else map(cut, self._starts)
             params: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
-            return _Part(twin(optimizer, kinds, params), params, cut=cut)
+            return _Part(twin(optimizer, kinds, params, self._starts), params, cut=cut)
 
         self._whole = part()
         self._parts = [part(trial.cut)] if trial.cut else [_owned(part(), rank) for rank in range(2)]

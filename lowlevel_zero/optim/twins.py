@@ -20,6 +20,8 @@ Options: TypeAlias = dict[str, Any]
 LR = 1e-3  # whatever the optimizer's is: a schedule that warms up from 0 may not have begun yet
 _MEMBERS = ("params", "param_names")  # of param groups, beside their settings
 _PLAIN = (bool, int, float, str, NoneType)
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+_FEW = 8  # texts of an attribute that may tell roles of parameters
 
 
 class NoProbe(Exception):
@@ -73,13 +75,18 @@ def with_one_each(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
     return fresh(optimizer, [own_options(group) for group in optimizer.param_groups], [[p] for p in params])
 
 
-def twin(optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor]) -> Optimizer:
-    """Return a fresh optimizer over ``params``, of which equal shares get each kind's options and attributes."""
+def twin(
+    optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor], whole: Sequence[Tensor] | None = None
+) -> Optimizer:
+    """Return a fresh optimizer over ``params``, of which equal shares get each kind's options and attributes.
+
+    Attributes of a parameter's shape are those of ``whole``, of which ``params`` may be slices; None: of ``params``.
+    """
     count = len(params) // len(kinds)
+    for at, (p, of) in enumerate(zip(params, whole or params, strict=True)):
+        attributes = kinds[at // count].attributes.items()
+        vars(p).update({name: _shaped(each, of) for name, each in attributes})
     groups = [params[first : first + count] for first in range(0, len(params), count)]
-    for kind, members in zip(kinds, groups, strict=True):
-        for p in members:
-            vars(p).update(kind.attributes)
     return fresh(optimizer, [own_options(kind.options) for kind in kinds], groups)
 
 
@@ -210,10 +217,12 @@ def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
 def kinds_to_try(optimizer: Optimizer, lr: float = LR) -> list[Kind]:
     """Return examples of each kind of parameters; parameters that differ only in numbers or names are of one kind.
 
-    A kind's examples are the first, and those with the least and the largest of each number that differs: a threshold
-    may bind for some alone. Their learning rate is ``lr``.
+    Attributes that have few texts tell kinds, too: they are roles, not names. A kind's examples are the first, and
+    those with the least and the largest of each number that differs: a threshold may bind for some alone. Their
+    learning rate is ``lr``.
     """
     kinds: dict[tuple[str, str], list[Kind]] = {}
+    roles = _roles([_attributes(p) for group in optimizer.param_groups for p in group["params"]])
     for group in optimizer.param_groups:
         options = own_options(group)
         if "lr" in options:
@@ -221,7 +230,7 @@ def kinds_to_try(optimizer: Optimizer, lr: float = LR) -> list[Kind]:
         kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in options.items()}
         told = repr(sorted(kind.items()))
         for attributes in [*map(_attributes, group["params"])] or [{}]:
-            marks = sorted((name, bool(value)) for name, value in attributes.items())
+            marks = sorted((name, _mark(value, name in roles)) for name, value in attributes.items())
             kinds.setdefault((told, repr(marks)), []).append(Kind(options, attributes))
     return [example for alike in kinds.values() for example in _examples(alike)]
 
@@ -237,7 +246,51 @@ def _examples(alike: Sequence[Kind]) -> list[Kind]:
     return [alike[number] for number in sorted(chosen)]
 
 
+def _roles(attributes: Sequence[Options]) -> set[str]:
+    """Return the names of the attributes that have few texts, or containers, and fewer than there are parameters."""
+    told: dict[str, list[str]] = {}
+    for name, value in ((name, value) for each in attributes for name, value in each.items()):
+        if isinstance(value, (str, *_CONTAINERS)):
+            told.setdefault(name, []).append(repr(value))
+    return {name for name, texts in told.items() if len({*texts}) <= min(_FEW, len(texts) - 1)}
+
+
+def _mark(value: Any, is_role: bool) -> str:
+    """Return a text by which attributes tell kinds apart."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of {'its shape' if value.dim() else 'none'}"
+    return repr(value if is_role else bool(value))
+
+
 def _attributes(p: Tensor) -> Options:
-    """Return the plain attributes of a parameter, with 1 for numbers that are 0: nothing moves by a factor of 0."""
-    plain = {name: value for name, value in vars(p).items() if isinstance(value, _PLAIN)}
-    return {name: 1 if value == 0 and value is not False else value for name, value in plain.items()}
+    """Return a parameter's attributes that are plain, or made of what is, and its tensors of one element or its shape.
+
+    Numbers that are 0 are 1 instead: nothing moves by a factor of 0.
+    """
+    found = {name: value for name, value in vars(p).items() if _is_plain(value)}
+    found = {
+        name: 1 if isinstance(value, (int, float)) and value == 0 and value is not False else value
+        for name, value in found.items()
+    }
+    for name, value in vars(p).items():
+        if isinstance(value, Tensor) and value.shape == p.shape and p.dim():
+            found[name] = value
+        elif isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+            number = value.detach().cpu().flatten()[0].clone()
+            found[name] = number if number or number.dtype == torch.bool else torch.ones_like(number)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or text, or a container of nothing else."""
+    if type(value) in _CONTAINERS:
+        return all(_is_plain(each) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _PLAIN)
+
+
+def _shaped(value: Any, like: Tensor) -> Any:
+    """Return a copy of an attribute; for a tensor of its parameter's shape, one of the shape of ``like`` instead."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return copy.deepcopy(value)
+    places = torch.arange(like.numel(), device="cpu").view(like.shape)
+    return places % 2 == 0 if value.dtype == torch.bool else (1 + places % 3).to(value.dtype)

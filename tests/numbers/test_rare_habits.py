@@ -68,12 +68,44 @@ def with_signs(p: Tensor, gradient: Tensor, state: Any) -> Tensor:
     return gradient.sign().div(1 + state["stays"])
 
 
+def by_attributes(model: nn.Module) -> Optimizer:
+    """Scale updates by a tensor of one number, and double those of marked parameters; all have these attributes."""
+    for number, p in enumerate(model.parameters()):
+        p.scale, p.marks = torch.tensor(0.5 * number), {"double"} if number % 2 else set()  # type: ignore[attr-defined]
+    return ruled(lambda p, g, _: g * p.scale * (2 if "double" in p.marks else 1))(model.parameters())  # type: ignore
+
+
+def anchored(model: nn.Module) -> Optimizer:
+    """Draw parameters to tensors that they have as attributes."""
+
+    def update(p: Any, gradient: Tensor, state: Any) -> Tensor:
+        return gradient + 0.1 * (p - p.anchor) if hasattr(p, "anchor") else gradient
+
+    for p in model.parameters():
+        p.anchor = torch.zeros_like(p)  # type: ignore[attr-defined]
+    return ruled(update)(model.parameters())
+
+
+def by_roles(model: nn.Module) -> Optimizer:
+    """Normalise the updates of parameters that have the role of a matrix."""
+
+    def update(p: Any, gradient: Tensor, state: Any) -> Tensor:
+        return normalised(gradient) if p.role == "matrix" else gradient.sign()
+
+    for name, p in model.named_parameters():
+        p.role, p.label = "matrix" if "weight" in name and "e" not in name[:2] else "other", name  # type: ignore
+    return ruled(update)(model.parameters())
+
+
 ALIKE: dict[str, tuple[Any, str]] = {
     "what is no parameter is skipped": (over_parameters(SkipsWhatIsNoParameter), "elements"),
     "clamped": (over_parameters(Clamped), "elements"),
     "clamped in silence": (over_parameters(ClampedInSilence), "elements"),
     "averages": (over_parameters(Averaging), "elements"),
     "whole numbers for each element": (over_parameters(ruled(with_signs)), "elements"),
+    "attributes that are no numbers": (by_attributes, "elements"),
+    "attributes of a parameter's shape": (anchored, "parameters"),
+    "roles that are texts": (by_roles, "parameters"),
 }
 
 
