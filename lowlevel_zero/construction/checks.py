@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.shown_gradients import check_grad_dtype
@@ -104,10 +105,12 @@ def check_new(params: Sequence[Tensor], parameters: ParameterStore) -> None:
 def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) -> None:
     """Raise ``TypeError`` if an optimizer keeps parameters outside of its param groups, which will hold slices.
 
-    It may keep their ids as well, as keys of a dict, and either of them in containers at any depth.
+    It may keep their ids as well, as keys of a dict, and either of them in containers at any depth. A list of a tensor
+    for each parameter goes by their places, which change, and by their shapes, which slices don't have.
     """
     params, ids = set(trained), set(map(id, trained))
     groups = {id(optimizer.param_groups), *map(id, optimizer.param_groups)}  # which it may have under other names
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     for name, value in vars(optimizer).items():
         for each in _contents(value, set(groups)) if name != "state" else ():
             if (isinstance(each, Tensor) and each in params) or (type(each) is int and each in ids):
@@ -115,6 +118,11 @@ def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) ->
                     f"optimizer: expected {type(optimizer).__name__} to find its parameters in param_groups, where "
                     f"slices take their place, found a list of its own in .{name}: let it loop over param_groups"
                 )
+        if isinstance(value, (list, tuple)) and [getattr(each, "shape", None) for each in tree_leaves(value)] == shapes:
+            raise TypeError(
+                f"optimizer: expected {type(optimizer).__name__} to keep the tensors of each parameter p in its "
+                f"state[p], which is split as p is, found a tensor for each place in .{name}: put them into the state"
+            )
 
 
 def _contents(value: Any, seen: set[int]) -> Iterator[Any]:

@@ -323,6 +323,11 @@ OBJECTS = [
         for what, make in HOLDING.items()
     ),
     Wrong(
+        "an optimizer with a tensor for each parameter's place",
+        construct(lambda model: HoldsThemIn(of_trained_ones(model), lambda params: [p.clone() for p in params])),
+        Refused(TypeError, "expected HoldsThemIn to keep .* in its state.* found a tensor for each place in .kept"),
+    ),
+    Wrong(
         "an optimizer with another name of its groups",
         construct(lambda model: OtherName(of_trained_ones(model))),
         Right(nothing),
