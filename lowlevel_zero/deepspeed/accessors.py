@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..bookkeeping.sharded_parameter import ShardedParameter
+from ..bookkeeping.sharded_parameter import ShardedParameter, take_back
 from ..communication.agreement import Alike, Call, agree_apart, together
 from ..lives import records_of
 from ..optim.quantised import is_quantised
@@ -308,8 +308,8 @@ def _collective_call(optimizer: ShardedOptimizer, of: ShardedParameter | Records
                 f"{doing}: expected it after backward, got it within one: call it after the backward, not in a hook"
             )
         optimizer.step_state.wake_up()
-        for record in records:
-            record.take_back()
+        if any(record.p.data_ptr() != record.address for record in records):
+            take_back(optimizer.sharded_parameters)  # all of them, which may have changed places
         lines.append(f"{call}, optimizer {optimizer.shard_group.number}")
         lines += [f"{call} of {record.common_name}" for record in compared]
         yield told

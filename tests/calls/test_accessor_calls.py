@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,51 @@ def edits_are_seen_before_the_next_step(rank: int, world_size: int) -> None:
     with torch.no_grad():
         p.fill_(0.25)
     assert torch.equal(safe_get_full_fp32_param(p), torch.full_like(p, 0.25).float())
+
+
+def parameters_that_have_changed_places_are_read_where_they_are_now(rank: int, world_size: int) -> None:
+    """One, or all of the model: and the one that isn't read keeps its values as well."""
+    reads = (full_fp32_params, lambda model: safe_get_full_fp32_param(model[0].weight))
+    for dtype, read in itertools.product((torch.float32, torch.bfloat16), reads):
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).to(dtype)
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        one, other = model[0].weight, model[1].weight
+        expected = {"0.weight": other.detach().clone().float(), "1.weight": one.detach().clone().float()}
+        one.data, other.data = other.data, one.data
+        read(model)
+        found = full_fp32_params(model)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())  # type: ignore[arg-type]
+        del optimizer
+
+
+def one_rank_s_converted_parameter_is_refused_on_all(rank: int, world_size: int) -> None:
+    model, optimizer = wrapped(Run())
+    if rank == 1:
+        model.inward.data = model.inward.data.double()
+    told = "inward: expected dtype, device and shape as at" if rank else "^rank 1 could not call full_fp32_params of a"
+    with pytest.raises(RuntimeError, match=told):
+        full_fp32_params(model)
+    del optimizer
+
+
+class Counting(torch.optim.SGD):
+    """Has a plain number among the states of each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+        return super().step(closure)
+
+
+def a_plain_number_stays_of_its_type(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = LowLevelZeroOptimizer(Counting(model.parameters(), lr=0.1), model=model)
+    for expected in (1, 7):
+        optimizer.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        count = optimizer.state_dict()["state"][0]["count"]
+        assert (count, type(count)) == (expected, int)
+        safe_set_full_optimizer_state(model.weight, torch.tensor(6.0), "count")
 
 
 def numbers_are_set_alike(rank: int, world_size: int) -> None:
@@ -290,6 +336,9 @@ def a_state_is_read_that_only_some_parameters_have(rank: int, world_size: int) -
 
 CALLS = [
     edits_are_seen_before_the_next_step,
+    parameters_that_have_changed_places_are_read_where_they_are_now,
+    one_rank_s_converted_parameter_is_refused_on_all,
+    a_plain_number_stays_of_its_type,
     numbers_are_set_alike,
     a_model_may_have_several_optimizers_and_parameters_of_none,
     reading_a_frozen_parameter_gives_none_and_writing_it_raises,
