@@ -92,7 +92,7 @@ def held_bytes(owners: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
 
     So an fp32 master slice that is a view of its parameter adds nothing.
     """
-    seen: set[int] = {0}  # the address of an empty storage
+    seen: set[int] = set()
     held: dict[str, int] = {}
     for owner, tensors in owners.items():
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -87,6 +87,16 @@ def test_a_copy_has_its_own_elements_and_arithmetic_is_refused() -> None:
         boxed + 1
 
 
+def test_what_torch_writes_of_it_is_no_copy_and_takes_no_more_than_its_own_bytes() -> None:
+    """torch copies a part of a larger storage before it writes it."""
+    boxed = BoxedTensor(torch.arange(5.0), 2, (3, 4), (4, 1), ALONE)
+    shards = [boxed.__get_tensor_shard__(item.index) for item in boxed.__create_write_items__("a", None)]
+    assert [shard.untyped_storage().nbytes() for shard in shards] == [shard.nbytes for shard in shards]
+    boxed.local.zero_()
+    assert len(shards) == 2
+    assert not any(shard.any() for shard in shards)
+
+
 def test_a_rank_without_elements_has_no_block() -> None:
     """Also where the last block isn't full."""
     blocks = Blocks(EvenSplit(numel=10, world_size=4, multiple=4), size=4)

@@ -158,11 +158,11 @@ class Failing(torch.optim.AdamW):
         return super().step(closure)
 
 
-@on_ranks(2)
-def test_parameters_that_a_failed_step_has_left_are_not_saved(rank: int, tmp_path: Path) -> None:
-    """The last whole checkpoint stays, and training goes on from it."""
-    model, optimizer = linear(make=Failing, steps=1)
-    save_checkpoint(tmp_path / "step-1", model, optimizer)
+@on_ranks(2, (0, 1))
+def test_parameters_that_a_failed_step_has_left_are_not_saved(rank: int, steps: int, tmp_path: Path) -> None:
+    """The last whole checkpoint stays, and training goes on from it, be it of after a step or before the first one."""
+    (model, optimizer), folder = linear(make=Failing, steps=steps), tmp_path / str(steps)
+    save_checkpoint(folder / "step-1", model, optimizer)
     optimizer.backward(squares(model))
     optimizer.optim.fails = rank == 1
     with suppress(Exception):
@@ -174,15 +174,15 @@ def test_parameters_that_a_failed_step_has_left_are_not_saved(rank: int, tmp_pat
             done = True
 
     def save() -> None:
-        save_checkpoint(tmp_path / "step-2", model, optimizer, keep=1)
+        save_checkpoint(folder / "step-2", model, optimizer, keep=1)
         wait_for_pruning()
-        assert names_in(tmp_path) == {"step-2"}
+        assert names_in(folder) == {"step-2"}
 
     for told in (refused(save), refused(Sharded(optimizer).state_dict)):
         assert "MemoryError: no memory" in told
         assert "load a checkpoint on every rank" in told
-    assert names_in(tmp_path) == {"step-1"}
-    load_checkpoint(tmp_path, model, optimizer)
+    assert names_in(folder) == {"step-1"}
+    load_checkpoint(folder, model, optimizer)
     train(model, optimizer)
     save()
 

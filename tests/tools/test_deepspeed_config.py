@@ -101,6 +101,16 @@ def test_the_usual_one() -> None:
                 "loss_scale": LossScale(2.0**32, 8.0, growth_interval=500, hysteresis=1, **SCALE),
             },
         ),
+        *(
+            (
+                {"fp16": {"enabled": True, "initial_scale_power": power}},
+                {
+                    "forced_dtype": torch.float16,
+                    "loss_scale": LossScale(2.0**power, growth_interval=1000, hysteresis=2, **SCALE),
+                },
+            )
+            for power in (0, 127)
+        ),
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, {}),
         ({"amp": {"enabled": False, "opt_level": "O1"}, "flops_profiler": {"enabled": True, "profile_step": 1}}, {}),
         ({"data_types": {"grad_accum_dtype": "fp32"}, "activation_checkpointing": {"cpu_checkpointing": True}}, {}),
@@ -127,7 +137,7 @@ def test_what_has_an_equal(config: dict[str, Any], expected: dict[str, Any]) -> 
         ({"fp16": True}, "fp16", "expected an object, got bool"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled", "got both"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale", "expected a number above 0"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power", "at most 127"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "fp16.initial_scale_power", "at most 127"),
         ({"zero_optimization": True}, "zero_optimization", "expected an object, got bool"),
         ({"gradient_clipping": "1"}, "gradient_clipping", "expected a number"),
         ({"gradient_clipping": -1}, "gradient_clipping", "expected a number >= 0"),

@@ -18,7 +18,8 @@ from lowlevel_zero.__main__ import main
 from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
 from lowlevel_zero.checkpoint.saved import SavedCheckpoint
 from lowlevel_zero.layout import Held, Layout, layout_of, memory_held
-from lowlevel_zero.layout.text import in_bytes
+from lowlevel_zero.layout.text import in_bytes, ranks_text, shares_text
+from lowlevel_zero.partition import Owned
 from lowlevel_zero.planning.saved_layout import layout_in
 from tests.support.oracle import Odd, Run, groups, train_rank
 from tests.support.ranks import run_cases, run_ranks
@@ -261,3 +262,20 @@ def test_inspect_s_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         told = capsys.readouterr().err
         assert told.startswith("lowlevel_zero inspect: error: --world-size: expected a whole number"), mistake
         assert told.count("\n") == 1
+
+
+def test_amounts_and_ranks_for_people() -> None:
+    """In three digits or four, and no more ranks than a line takes."""
+    amounts = {0: "0 B", 1023: "1,023 B", 2**10: "1.00 KiB", 10 * 2**20 - 1: "10.0 MiB", 2**70: "1,048,576.0 PiB"}
+    assert {count: in_bytes(count) for count in amounts} == amounts
+    ranks = {(4,): "4", (4, 5): "4-5", (0, 1, 2): "0-2", (0, 2): "0,2", (1, 0): "1,0"}
+    assert {each: ranks_text(each) for each in ranks} == ranks
+    listed = {
+        16: " 1 elements, the fullest 1.00",
+        17: " 1 and 1 rank more elements",
+        18: " 1 and 2 ranks more elements",
+    }
+    for count, expected in listed.items():
+        text = shares_text([Owned(1, 1)] * count)
+        assert expected in text
+        assert text.count("1, ") == 15
