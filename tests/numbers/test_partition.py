@@ -9,7 +9,7 @@ from torch import nn
 from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
 from lowlevel_zero.layout.records import parameter_layout, with_buckets
 from lowlevel_zero.optim.costs import costs_of
-from lowlevel_zero.options import ZeroOptions
+from lowlevel_zero.options import Communication, ZeroOptions
 from lowlevel_zero.partition import EvenSplit, WholeSplit, alignment_of, deal_out
 from lowlevel_zero.planning import estimate
 
@@ -52,6 +52,12 @@ def test_split_is_that_of_torch_chunk(world_size: int) -> None:
 def test_equal_splits_are_equal_values() -> None:
     assert EvenSplit(5, 2) == EvenSplit(5, 2)
     assert len({EvenSplit(5, 2), EvenSplit(5, 2), EvenSplit(6, 2)}) == 2
+
+
+def test_what_travels_in_fp8_has_2048_elements_or_more_that_ranks_share() -> None:
+    in_fp8 = Communication(fp8=True).in_fp8
+    splits = [EvenSplit(2047, 2), EvenSplit(2048, 2), EvenSplit(2048, 1), WholeSplit(2048, 2, owner=0)]
+    assert [in_fp8(split) for split in splits] == [False, True, False, False]
 
 
 # ---- whole parameters on one rank each ----

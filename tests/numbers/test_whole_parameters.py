@@ -545,3 +545,17 @@ def train_alike(rank: int, world_size: int, case: str) -> None:
     found = assert_trains_alike(lambda each: make(cls, each), model, tolerance=0, loss=loss, clip_grad_norm=clip)
     assert {*found.splits} == {split}
     assert cls is not NeverEmpty or sum(size > 0 for size in found.states) <= 3
+
+
+@on_ranks(2)
+def test_what_stands_in_for_the_parameters_of_others_leaves_no_state(rank: int) -> None:
+    """Each rank has nothing of its own in one of two groups."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3, bias=False), torch.nn.Linear(5, 4, bias=False))
+    optimizer = LowLevelZeroOptimizer(of_groups(NeverEmpty, model), model=model)
+    for step in range(2):
+        optimizer.backward(loss_of_all(model, step, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {record.p32 for record in optimizer.sharded_parameters if record.owns_some}
+    assert len(own) == 1
+    assert optimizer.optim.state.keys() == own
