@@ -36,14 +36,18 @@ class PlainBackwards:
         node, ended = torch._C._current_autograd_node(), self._ended()
         if node is not None:
             hooks: list[RemovableHandle] = []
-            hooks.append(node.register_hook(partial(PlainBackwards._watch_around, ref(self), hooks)))
+            act = partial(PlainBackwards._watch_around, ref(self), hooks)
+            hooks.append(node.register_hook(act))
+            # torch 2.4 runs no hook that a node gets while it runs: there the next node's does it.
+            hooks += [each.register_prehook(act) for each, _ in node.next_functions if each is not None]
         elif ended is not None:
             ended()
 
     @staticmethod
     def _watch_around(backwards: ReferenceType[PlainBackwards], hooks: list[RemovableHandle], *_: object) -> None:
-        """Watch the backward around a nested one, whose node's hook this is."""
-        hooks.pop().remove()
+        """Watch the backward around a nested one: the first of these hooks does it, and takes all away."""
+        while hooks:
+            hooks.pop().remove()
         self = backwards()
         if self is not None:
             self.watch()
