@@ -118,7 +118,8 @@ def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) ->
                     f"optimizer: expected {type(optimizer).__name__} to find its parameters in param_groups, where "
                     f"slices take their place, found a list of its own in .{name}: let it loop over param_groups"
                 )
-        if isinstance(value, (list, tuple)) and [getattr(each, "shape", None) for each in tree_leaves(value)] == shapes:
+        held = tree_leaves(value) if isinstance(value, (list, tuple)) and id(value) not in groups else ()
+        if [getattr(each, "shape", None) for each in held] == shapes:
             raise TypeError(
                 f"optimizer: expected {type(optimizer).__name__} to keep the tensors of each parameter p in its "
                 f"state[p], which is split as p is, found a tensor for each place in .{name}: put them into the state"
