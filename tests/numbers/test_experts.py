@@ -205,12 +205,6 @@ def _of_both_on_one_rank(rank: int, model: Mixture, layout: Any) -> Any:
     return {both if rank == 0 else layout.twins: _experts(model)}
 
 
-def _under_each_other_s_group(rank: int, model: Mixture, layout: Any) -> Any:
-    """Two groups have the same ranks; one rank lists under the first what the other lists under the second."""
-    first, second = [dist.new_group([0, 1]) for _ in range(2)][:: 1 if rank == 0 else -1]
-    return {first: list(model.gate.parameters()), second: _experts(model)}
-
-
 # What is given, and what each rank is told: all the same, where there is one.
 MISTAKES: dict[str, tuple[Change, list[tuple[type[Exception], str]]]] = {
     "not a mapping": (lambda rank, model, layout: [1], [(TypeError, "expected a dict")]),
@@ -247,10 +241,6 @@ MISTAKES: dict[str, tuple[Change, list[tuple[type[Exception], str]]]] = {
         _of_both_on_one_rank,
         [(ValueError, "«0 groups in pg.* where rank 1 has «1 groups")],
     ),
-    "two groups of the same ranks, the other way round": (
-        _under_each_other_s_group,
-        [(ValueError, r"rank 0 has the group of ranks \[0, 1\] where rank 1 has another one of the same ranks")],
-    ),
 }
 
 
@@ -262,6 +252,18 @@ def test_a_bad_mapping(rank: int, mistake: str) -> None:
     raised, message = told[rank % len(told)]
     with pytest.raises(raised, match=f"(?s){message}"):
         wrap(Run(2, 2), model, layout, pg_to_param_list=change(rank, model, layout))
+
+
+@on_ranks(3, timeout=20)
+def test_two_groups_of_the_same_ranks_are_listed_in_one_order(rank: int) -> None:
+    """One rank lists under the first group what another lists under the second."""
+    groups = [[dist.new_group(ranks) for _ in range(2)] for ranks in ([0, 1], [2])][rank // 2]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    lists = [list(layer.parameters()) for layer in model[:2]]
+    assigned = dict(zip(groups, lists if rank == 0 else lists[::-1], strict=True))
+    told = r"rank 0 has the group of ranks \[0, 1\] where rank 1 has another one of the same ranks"
+    with pytest.raises(ValueError, match=told):
+        LowLevelZeroOptimizer(sgd(model.parameters()), assigned, model=model)
 
 
 @on_ranks(3, timeout=20)
