@@ -11,8 +11,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lowlevel_zero.optim.splits import choose_splits, may_write_unused
 from lowlevel_zero.testing import assert_trains_alike
-from tests.numbers.test_strange_optimizers import Net, Rule, normalised, over_parameters, ruled
 from tests.support.on_ranks import on_ranks
+from tests.support.rules import Net, Rule, normalised, over_parameters, ruled
 
 
 class SkipsWhatIsNoParameter(Rule):

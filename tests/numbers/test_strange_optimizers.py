@@ -19,52 +19,7 @@ from lowlevel_zero.optim.splits import choose_splits, may_write_unused
 from lowlevel_zero.testing import assert_trains_alike
 from tests.support.on_ranks import on_ranks
 from tests.support.ranks import run_cases, run_ranks
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, 8)
-        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
-class Rule(Optimizer):
-    """Steps each parameter that has a gradient by a rule of its own."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.begin()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data.sub_(group["lr"] * self.update(p, p.grad, self.state[p]))
-
-    def begin(self) -> None:
-        """Do what is done once a step."""
-
-    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-        return gradient
-
-
-Update = Callable[[Tensor, Tensor, Any], Tensor]
-
-
-def normalised(gradient: Tensor) -> Tensor:
-    return gradient / (gradient.norm() + 1e-6)
-
-
-def ruled(rule: Update, *, base: type[Rule] = Rule) -> type[Rule]:
-    """A class that takes its updates from a function of parameter, gradient and state."""
-
-    class Ruled(base):  # type: ignore[misc, valid-type]
-        def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
-            return rule(p, super().update(p, gradient, state), state)
-
-    return Ruled
+from tests.support.rules import Net, Rule, normalised, over_parameters, ruled
 
 
 def by_norms(base: type[Rule]) -> type[Rule]:
@@ -250,10 +205,6 @@ def over_names(model: nn.Module) -> Optimizer:
     model.embedding.weight.requires_grad_(False)
     names, params = zip(*model.named_parameters(), strict=True)
     return ByNames([{"params": list(params), "param_names": list(names)}])
-
-
-def over_parameters(cls: Callable[..., Optimizer]) -> Callable[[nn.Module], Optimizer]:
-    return lambda model: cls(model.parameters())
 
 
 ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
