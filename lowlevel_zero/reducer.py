@@ -135,7 +135,7 @@ class Reducer:
         of_another = bool(running) and running[-1] is not self._state
         if not self._state.syncs or of_another:
             if not running:
-                self._refuse_unscaled(record)
+                self._state.refuse_unscaled(record.name)
             if of_another and self._state.syncs and not (self._buckets.is_open or self._state in running):
                 self._keep_until_all_agree()
                 return False
@@ -155,7 +155,7 @@ class Reducer:
         """
         try:
             self._group.progress.check_process(f"the backward of {record.name}")
-            self._refuse_unscaled(record)
+            self._state.refuse_unscaled(record.name)
             refuse_compiled(record.name)
             if self._streams.captures():
                 raise RuntimeError(
@@ -174,17 +174,6 @@ class Reducer:
             self._state.failure.note(error, Damage.GRADIENTS)
             raise
         return True
-
-    def _refuse_unscaled(self, record: ShardedParameter) -> None:
-        """Raise for a gradient of a plain ``loss.backward()`` if losses are scaled, since the step would unscale it."""
-        if self._state.is_scaled and self._state not in StepState.in_backward:
-            error = RuntimeError(
-                f"{record.name}: expected the backward of a model with fp16 parameters through "
-                "optimizer.backward(loss), which scales the loss, got a gradient from another: call that instead of "
-                "loss.backward()"
-            )
-            self._state.failure.note(error, Damage.GRADIENTS)
-            raise error
 
     def _keep_until_all_agree(self) -> None:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call."""

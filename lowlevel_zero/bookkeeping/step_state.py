@@ -116,6 +116,16 @@ class StepState:
         """Return whether losses are scaled."""
         return self._scaler is not None
 
+    def refuse_unscaled(self, name: str) -> None:
+        """Raise for a gradient of a plain ``loss.backward()`` if losses are scaled, since the step would unscale it."""
+        if self.is_scaled and self not in StepState.in_backward:
+            error = RuntimeError(
+                f"{name}: expected the backward of a model with fp16 parameters through optimizer.backward(loss), "
+                "which scales the loss, got a gradient from another: call that instead of loss.backward()"
+            )
+            self.failure.note(error, Damage.GRADIENTS)
+            raise error
+
     def gradient_scale(self) -> float | Tensor:
         """Return the factor for sums over the ranks: that of the options' reduction, divided by any loss scale."""
         return self._average if self._scaler is None else self._average / self._scaler.scale
