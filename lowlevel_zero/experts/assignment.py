@@ -168,7 +168,7 @@ def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> Non
 
 
 def check_listed(new: Iterable[Tensor], names: Mapping[Tensor, str], parameters: ParameterStore) -> None:
-    """Raise ``ValueError`` if one of ``new`` parameters has experts beside it, and isn't listed: whose is it?
+    """Raise ``ValueError`` if one of ``new`` parameters has experts beside it, and isn't listed under a group.
 
     While it was frozen it counted as the experts'. A frozen layer that all ranks share may look the same.
     """

@@ -263,7 +263,7 @@ def _mark(value: Any, is_role: bool) -> str:
 
 
 def _attributes(p: Tensor) -> Options:
-    """Return a parameter's attributes that are plain, or made of what is, and its tensors of one element or its shape.
+    """Return a parameter's plain attributes, containers of plain ones, and tensors of one element or of its shape.
 
     Numbers that are 0 are 1 instead: nothing moves by a factor of 0.
     """
