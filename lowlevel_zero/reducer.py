@@ -179,7 +179,7 @@ class Reducer:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call."""
         if self._backwards.watch():
             self._follow_callers(adds=True)
-            self._warn_of_used()
+            self._gradients.note_used()
         self._keeps_some = True
         self._state.complete = False
 
@@ -203,18 +203,18 @@ class Reducer:
     # ---- one sync ----
 
     def _open_sync(self, reached: set[int] | None = None) -> None:
-        """Open a sync as ``GradientSyncs.open`` does; warn once of gradients that a step has used. May communicate."""
+        """Open a sync as ``GradientSyncs.open`` does, and note the gradients that a step has used. May communicate."""
         self.syncs.open(reached)
-        self._warn_of_used()
+        self._gradients.note_used()
 
     def _warn_of_used(self) -> None:
-        """Warn once, on the first rank, if a backward adds to gradients that a step has used already."""
-        used = [bucket for bucket in self._gradients.buckets if bucket.stepped] if self._state.warns_of_used else ()
+        """Warn once, on the first rank, if a step has used gradients for the second time, with later ones added."""
+        used = [bucket for bucket in self._gradients.buckets if bucket.reused] if self._state.warns_of_used else ()
         if used:
             self._state.warns_of_used = False
             _log.warning(
-                "backward: adds to gradients that the last step has used, as to that of %s, since neither zero_grad() "
-                "of its optimizer nor of the model was called: call zero_grad() of each optimizer after its step",
+                "step: took gradients that an earlier step had used, as that of %s, with those of a later backward "
+                "added, since neither zero_grad() of its optimizer nor of the model was called: call it in each step",
                 used[0].records[0].name,
             )
 
@@ -384,6 +384,7 @@ class Reducer:
 
     def end_step(self) -> None:
         """Between steps, learn rank 0's order once, and switch detection on if a gradient lacked. May communicate."""
+        self._warn_of_used()
         learns = not self.plan.order and self._group.progress.micro_batch > 0
         if learns:
             self.plan.learn()

@@ -57,6 +57,7 @@ class Bucket:
         self.records = records  # in the row's order; one that no rank used has zeros there
         self.started = False  # its buffer is being reduced, or has been
         self.stepped = False  # a step has used what it holds
+        self.reused = False  # and a backward has begun since, which adds to it
         self.missing = len(records)  # gradients that it still waits for
         self.rows: Tensor | None = None  # all ranks' rows, ``[world_size, body]``, in stage 1 before the step
         self.scale: float | Tensor | None = None  # makes the sum averaged and unscaled; None: a fresh reduction's

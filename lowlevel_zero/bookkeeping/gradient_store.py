@@ -59,6 +59,11 @@ class GradientStore:
             kept.hold(sums.add_(_like(sums, total, bucket)))
             kept.empty.clear()
 
+    def note_used(self) -> None:
+        """Note, as a backward begins, the sums that a step has used: what comes is added to them."""
+        for bucket in self.buckets:
+            bucket.reused = bucket.reused or bucket.stepped
+
     def _enter(self, bucket: Bucket) -> None:
         self.buckets.append(bucket)
         self._bucket_of.update(dict.fromkeys(bucket.planned.members, bucket))
@@ -164,6 +169,7 @@ class GradientStore:
                 if record in wanted:
                     part.zero_()
             bucket.hold(sums)
+            bucket.reused = False
 
     def _forget_empty(self) -> None:
         self.buckets = [bucket for bucket in self.buckets if len(bucket.empty) < len(bucket.records)]
@@ -203,7 +209,7 @@ class GradientStore:
                 row = row * scale
             _clear_absent(bucket, row)  # zeros times a factor that isn't finite, as of a clip, are NaN
             bucket.hold_for_step(row)
-            bucket.stepped = False
+            bucket.stepped = bucket.reused = False
             for record in some:
                 start, stop = record.split.span(record.rank)
                 yield record, bucket.part_of(record, bucket.row)[: stop - start]

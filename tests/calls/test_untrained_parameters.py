@@ -19,7 +19,7 @@ from tests.support.scripts import loss_at, net
 from tests.support.several import told
 
 ODD = 1
-ADDS = "adds to gradients that the last step has used, as to that of "
+ADDS = "took gradients that an earlier step had used, as that of "
 
 
 def wrap(params: Any, model: nn.Module) -> LowLevelZeroOptimizer:
@@ -179,6 +179,33 @@ def test_gradients_that_were_cleared_are_not_warned_of(rank: int, way: str, stag
             optimizer.backward(loss_at(model, step)(rank))
             optimizer.step()
             WAYS_TO_CLEAR[way](model, optimizer)
+    assert lines == []
+
+
+@on_ranks(2, product((1, 2), ("backward", "plain"), ("optimizer", "module", "each")))
+def test_gradients_that_another_loss_has_added_are_not_warned_of_if_no_step_takes_them(
+    rank: int, stage: int, way: str, clears: str
+) -> None:
+    """As in a usual GAN: the generator's loss reaches the discriminator, which is cleared before its own loss."""
+    generator, discriminator = net(), net()
+    models = (generator, discriminator)
+    first, second = (
+        LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, stage=stage) for model in models
+    )
+
+    def run(optimizer: LowLevelZeroOptimizer, loss: torch.Tensor) -> None:
+        loss.backward() if way == "plain" else optimizer.backward(loss)
+
+    with told() as lines:
+        for step in range(3):
+            for optimizer, model in ((second, discriminator), (first, nn.Sequential(generator, discriminator))):
+                trained = discriminator if optimizer is second else generator
+                if clears == "each":
+                    clear_each(trained, None)
+                else:
+                    trained.zero_grad() if clears == "module" else optimizer.zero_grad()
+                run(optimizer, loss_at(model, step)(rank))
+                optimizer.step()
     assert lines == []
 
 
