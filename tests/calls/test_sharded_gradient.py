@@ -151,7 +151,7 @@ def the_optimizer_goes(rank: int, world_size: int) -> None:
 
 
 def old_gradients(rank: int, world_size: int) -> None:
-    """A backward that adds to what was stepped is told of, once; one after any kind of clearing isn't."""
+    """A step of what a backward has added to what was stepped is told of, once; after any kind of clearing none is."""
     model, optimizer = sharded(rank)
     clears: list[Callable[[], None]] = [
         optimizer.zero_grad,
@@ -169,9 +169,7 @@ def old_gradients(rank: int, world_size: int) -> None:
         for _ in range(2):
             optimizer.step()
             optimizer.backward(loss_at(model, 1, rank))
-        assert [line.endswith("call zero_grad() of each optimizer after its step") for line in lines] == [True] * (
-            rank == 0
-        )
+        assert [line.endswith("was called: call it in each step") for line in lines] == [True] * (rank == 0)
 
 
 # ---- what is refused ----
