@@ -25,8 +25,9 @@ from .gradient_store import GradientStore
 from .step_state import Damage, StepState
 from .unused_parameters import UnusedParameters
 
-# Seconds that a backward waits for other ranks, which may be waiting for this one in another call.
-_PATIENCE = 1.0
+# Seconds that a backward waits for other ranks, which may be waiting for this one in another call: at first, and where
+# many waits were in vain, as if ranks run different numbers of backwards in each step.
+_PATIENCE, _LEAST_PATIENCE = 1.0, 1 / 64
 
 
 @dataclass(eq=False, repr=False)
@@ -47,6 +48,7 @@ class GradientSyncs:
     may_be_alone: bool = False  # with a sync of this step, that of a plain ``loss.backward()``
     by_itself: bool = True  # no other optimizer's backward runs within that of the open sync
     starts_early: bool = False  # complete buckets of the open sync start before its end
+    _patience: float = _PATIENCE  # half as long after each wait in vain
     _announced: Work[bytes] | None = None  # the parameters that the open sync carries
     _unread: deque[Work[bytes]] = field(default_factory=deque)  # of syncs that carried all parameters
 
@@ -157,7 +159,7 @@ class GradientSyncs:
             self._finish_oldest()
 
     def _comes(self, work: Work[Any]) -> bool:
-        """Wait up to a second for other ranks' part of a work; return whether it has come.
+        """Wait for other ranks' part of a work, a second at most; return whether it has come.
 
         They may have come to another call than a backward, and wait for this rank there. Once a wait was in vain there
         are no more until the ranks have agreed. Where several optimizers share an order, they have agreed on this
@@ -166,7 +168,9 @@ class GradientSyncs:
         if work.ready() or self.shares_order:
             return True
         if not self.may_be_alone:
-            self.may_be_alone = not self._group.comes(work, _PATIENCE)
+            self.may_be_alone = not self._group.comes(work, self._patience)
+            if self.may_be_alone:
+                self._patience = max(self._patience / 2, _LEAST_PATIENCE)
         return not self.may_be_alone
 
     def _finish_oldest(self) -> None:
