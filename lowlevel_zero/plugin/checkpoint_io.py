@@ -79,15 +79,17 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         while self._writes and (wait or self._writes[0].done()):
             self._writes.pop(0).result()
 
-    def _check_target(self, checkpoint: str, index_name: str | None, use_safetensors: bool, use_async: bool) -> None:
-        """Raise on rank 0 unless a checkpoint can be written there; raise earlier asynchronous failures."""
+    def _target(self, checkpoint: str, index_name: str | None, use_safetensors: bool, use_async: bool) -> str:
+        """Return the absolute path, since the working directory may change before the thread writes.
+
+        Raise on rank 0 unless a checkpoint can be written there; raise earlier asynchronous failures.
+        """
         self._sync_io(wait=not use_async)  # the thread may be writing there
-        if not self.coordinator.is_master():
-            return
-        if index_name is not None:
+        if self.coordinator.is_master() and index_name is not None:
             check_folder_target(checkpoint, index_name)
-        else:
+        elif self.coordinator.is_master():
             check_file_target(checkpoint, use_safetensors)
+        return str(Path(checkpoint).absolute())
 
     def _do(self, write: Callable[[], None], use_async: bool) -> None:
         """Call ``write`` now, or on the writer thread if ``use_async``."""
@@ -116,7 +118,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         names = get_model_base_filenames(prefix, use_safetensors)
         with together(ShardGroup(), "save its model"):
             check_boosted(model, BoostedModel, "model")
-            self._check_target(checkpoint, names[1] if shard else None, use_safetensors, use_async)
+            checkpoint = self._target(checkpoint, names[1] if shard else None, use_safetensors, use_async)
         model.finish_gathers()
         with together(ShardGroup(), "save its model"):
             if self.coordinator.is_master():
@@ -143,7 +145,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         with together(ShardGroup(), "load its model"):
             check_boosted(model, BoostedModel, "model")
             little = low_cpu_mem_mode or get_current_device().type == "cpu"  # the other way pins memory
-            super().load_model(model, checkpoint, strict, little, num_threads)
+            super().load_model(model, os.fspath(checkpoint), strict, little, num_threads)
         return model
 
     def load_unsharded_model(
@@ -194,7 +196,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         names = get_optimizer_base_filenames(prefix, use_async)
         with together(ShardGroup(), "save its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
-            self._check_target(checkpoint, names[1] if shard else None, use_async, use_async)
+            checkpoint = self._target(checkpoint, names[1] if shard else None, use_async, use_async)
         if shard:
             self._save_pieces(optimizer, checkpoint, names, size_per_shard, use_async)
             return
@@ -236,7 +238,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
             self._sync_io()
         with together(ShardGroup(), "load its optimizer"):
             check_boosted(optimizer, BoostedOptimizer, "optimizer")
-            super().load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
+            super().load_optimizer(optimizer, os.fspath(checkpoint), prefix, low_cpu_mem_mode, num_threads)
 
     def load_unsharded_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str, *_: Any, **__: Any) -> None:
         """Load an optimizer from one file, which every rank reads. Communicates."""
