@@ -44,6 +44,7 @@ from .files import (
     check_folder_target,
     check_same_model,
     file_beside,
+    read_index,
     read_optimizer_file,
     shapes_in,
 )
@@ -159,7 +160,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self, model: BoostedModel, checkpoint_index_file: Path, strict: bool = False, *more: Any, **options: Any
     ) -> None:
         """Load a model from a directory, once its names and shapes are found to match. Doesn't communicate."""
-        files, _ = CheckpointIndexFile.from_file(checkpoint_index_file).get_checkpoint_filenames()
+        files, _ = read_index(checkpoint_index_file).get_checkpoint_filenames()
         shapes = {name: shape for file in files for name, shape in shapes_in(file).items()}
         check_same_model(model, shapes, str(checkpoint_index_file), strict)
         super().load_sharded_model(model, checkpoint_index_file, strict, *more, **options)
@@ -248,7 +249,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
         self, optimizer: BoostedOptimizer, index_file_path: Path, prefix: str | None = None, *_: Any, **__: Any
     ) -> None:
         """Load an optimizer from a directory, whose pieces every rank reads one by one. Communicates."""
-        index = CheckpointIndexFile.from_file(index_file_path)
+        index = read_index(index_file_path)
         groups_file = index.get_param_group_filename()
         if groups_file is None:
             raise ValueError(
@@ -310,7 +311,7 @@ def _write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     former: set[str] = set()
     if (folder / index_name).exists():
-        former = set(CheckpointIndexFile.from_file(folder / index_name).weight_map.values())
+        former = set(read_index(folder / index_name).weight_map.values())
         (folder / index_name).unlink()
         sync(folder)
     index = CheckpointIndexFile(folder)

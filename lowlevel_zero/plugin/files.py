@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from colossalai.checkpoint_io import CheckpointIndexFile
 from colossalai.utils.safetensors import load_flat
 from safetensors import safe_open
 from torch import Tensor
@@ -29,6 +30,17 @@ def check_boosted(thing: object, kind: type, word: str) -> None:
             f"{word}: expected what booster.boost returned with this plugin, got {type(thing).__name__}: "
             f"boost the {word} before saving or loading it"
         )
+
+
+def read_index(path: Path) -> CheckpointIndexFile:
+    """Return the index of a directory; raise ``ValueError`` if it is damaged."""
+    try:
+        return CheckpointIndexFile.from_file(path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected the index of a sharded checkpoint, got a damaged file ({type(error).__name__}: "
+            f"{error}): take another checkpoint, or copy it anew; to save there, remove the file first"
+        ) from error
 
 
 def read_optimizer_file(path: str, kind: type[T]) -> T:

@@ -1,4 +1,4 @@
-"""Paths of a Booster's checkpoints: relative ones, and ``Path`` objects."""
+"""Paths of a Booster's checkpoints: relative ones, ``Path`` objects, and directories whose index is damaged."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.support.boosting import boost, check_equal, ours
 from tests.support.cases import check_cases
+from tests.support.ranks import run_cases_expecting
 
 
 def a_relative_path_starts_where_the_save_was_called(rank: int, world_size: int, folder: Path, shard: bool) -> None:
@@ -54,3 +55,25 @@ def test_paths_of_any_kind(tmp_path: Path, subtests: pytest.Subtests) -> None:
     checks = (a_relative_path_starts_where_the_save_was_called, a_path_object_is_as_good_as_text)
     cases = [(check, tmp_path, shard) for check in checks for shard in (False, True)]
     check_cases(subtests, 2, lambda rank, world_size, check, *how: check(rank, world_size, *how), cases)
+
+
+HALVES = [("model", "load"), ("model", "save"), ("optimizer", "load"), ("optimizer", "save")]
+
+
+def test_a_half_written_index_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def rank(rank: int, world_size: int, what: str, do: str) -> None:
+        pair = boost(ours, precision="fp32")
+        thing, folder = getattr(pair, what), tmp_path / f"{what} to {do}"
+        getattr(pair.booster, f"save_{what}")(thing, str(folder), shard=True)
+        if rank == 0:
+            (index,) = folder.glob("*.index.json")
+            index.write_text(index.read_text()[:40])
+        dist.barrier()
+        getattr(pair.booster, f"{do}_{what}")(thing, str(folder), **({"shard": True} if do == "save" else {}))
+
+    for (what, do), ran in run_cases_expecting(rank, 2, HALVES):
+        with subtests.test(f"{do} the {what}"):
+            first = ran.raised()[0]
+            assert first.type == "ValueError"
+            assert f"{what} to {do}/" in first.message
+            assert "expected the index of a sharded checkpoint, got a damaged file" in first.message
