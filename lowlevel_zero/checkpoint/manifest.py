@@ -164,7 +164,7 @@ def read_head(folder: Path) -> Head:
             line = file.readline()
         return Head(**json.loads(f"{line[:-2]}}}"))
     except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({error!r}): {TAKE_ANOTHER}") from error
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({_short(error)}): {TAKE_ANOTHER}") from error
 
 
 def manifest_in(path: Path) -> Manifest:
@@ -181,7 +181,12 @@ def manifest_in(path: Path) -> Manifest:
             raise ValueError(f"{path}: damaged, it is not what was written: {TAKE_ANOTHER}")
         return _manifest(content)
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({error!r}): {TAKE_ANOTHER}") from error
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({_short(error)}): {TAKE_ANOTHER}") from error
+
+
+def _short(error: Exception) -> str:
+    """Return an error's type and words; ``repr`` of a ``UnicodeDecodeError`` would hold the whole file."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:

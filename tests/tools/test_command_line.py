@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.__main__ import COMMANDS, main
 from lowlevel_zero.checkpoint import save_checkpoint
+from lowlevel_zero.checkpoint.manifest import MANIFEST
 from tests.support.oracle import Odd, Run, adamw, train_rank
 from tests.support.ranks import run_ranks
 
@@ -381,6 +382,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file": (make_file, "got a file"),
     "another's checkpoint": (make_foreign, "torch.distributed.checkpoint's own"),
     "a missing shard": (lambda path: shards(path)[1].unlink(), "__1_0.distcp is missing"),
+    "bytes in the manifest that are no text": (
+        lambda path: (path / MANIFEST).write_bytes((path / MANIFEST).read_bytes().replace(b"tensors", b"tens\xffrs")),
+        "not one of lowlevel_zero's (UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position ",
+    ),
     "a flipped bit in a shard": (lambda path: flip(shards(path)[1]), "__1_0.distcp is not what was written"),
 }
 
@@ -397,6 +402,7 @@ def test_a_damaged_checkpoint_is_refused(
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"lowlevel_zero {command[0]}: error: ")
         assert message in error
+        assert len(error) < 500
         assert not (tmp_path / "out").exists()
 
 
