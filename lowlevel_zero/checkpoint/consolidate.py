@@ -62,6 +62,7 @@ def consolidate(
     for file, size in checkpoint.manifest.files.items():
         checkpoint.manifest.check_files(checkpoint.path, [file])
         done(size.bytes)
+    out = out.resolve()  # the working directory is named so, too
     out.parent.mkdir(parents=True, exist_ok=True)
     written = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     written.mkdir()
@@ -107,8 +108,10 @@ def refuse_existing(out: Path, force: bool) -> None:
         return
     if not force:
         raise FileExistsError(f"{out}: expected nothing there: name another directory, or use --force to replace it")
-    held = list(out.iterdir()) if out.is_dir() and not out.is_symlink() else [out]
-    others = sorted(each.name for each in held if each.name not in (MODEL, OPTIMIZER) or not each.is_file())
+    others = [out.name]
+    if out.is_dir() and not out.is_symlink():
+        held = out.iterdir()
+        others = sorted(each.name for each in held if each.name not in (MODEL, OPTIMIZER) or not each.is_file())
     if others:
         raise FileExistsError(
             f"{out}: expected a directory with {MODEL} and {OPTIMIZER} alone to replace, found {others[0]}: "

@@ -408,11 +408,24 @@ def test_a_damaged_checkpoint_is_refused(
 
 def test_other_files_are_never_replaced(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "of folders" / "optimizer.pt").mkdir(parents=True)
-    for out in (checkpoint, checkpoint.parent, checkpoint / "objects.pt", tmp_path, tmp_path / "of folders"):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "model.safetensors").touch()
+    of_files = (tmp_path / "files" / "model.safetensors", checkpoint / "objects.pt")
+    for out in (checkpoint, checkpoint.parent, *of_files, tmp_path, tmp_path / "of folders"):
         before = sorted(tmp_path.rglob("*"))
         assert main(["consolidate", "--force", str(checkpoint), str(out)]) == 2
         assert "name another directory" in capsys.readouterr().err
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_working_directory_may_be_replaced(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    for _ in range(2):
+        assert main(["consolidate", "--force", str(checkpoint), "."]) == 0
+        assert {path.name for path in Path().iterdir()} == {"model.safetensors", "optimizer.pt"}
 
 
 def test_the_commands_of_its_page(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
