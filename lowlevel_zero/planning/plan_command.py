@@ -96,7 +96,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def _made(name: str) -> nn.Module:
-    """Import and call ``MODULE:NAME`` on the meta device, and return its model; ``ValueError`` if it gives none."""
+    """Import ``MODULE:NAME``, call it on the meta device, and return its model; ``ValueError`` if it gives none."""
     module, _, path = name.partition(":")
     try:
         make = importlib.import_module(module)
@@ -105,7 +105,13 @@ def _made(name: str) -> nn.Module:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--model: expected MODULE:NAME, as in torch.nn:Transformer, got {name!r}: {error}") from error
     with torch.device("meta"):
-        model = make() if callable(make) else make
+        try:
+            model = make() if callable(make) and not isinstance(make, nn.Module) else make
+        except TypeError as error:
+            raise ValueError(
+                f"--model: expected a function that is called without arguments, got {name} ({error}): name one that "
+                "returns the model"
+            ) from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model: expected {name} to return a torch.nn.Module, got {type(model).__name__}")
     return model

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.gpt import GPT, SIZES
 from lowlevel_zero.__main__ import main
@@ -154,6 +155,14 @@ def tiny() -> GPT:
     return GPT(SIZES["tiny"])
 
 
+made = nn.Linear(3, 5)
+
+
+def test_a_model_may_be_named_that_has_been_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "tests.tools.test_step_time:made", "--world-size", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["params"] == 20
+
+
 MISTAKES = {
     "--link 100": "--link: expected a rate of at least 1bit, as in 1Gbit, got '100'",
     "--link 1Gbit --latency 20": "--latency: expected seconds, as in 20us or 120ms, got '20'",
@@ -161,6 +170,7 @@ MISTAKES = {
     "--link 1Gbit --straggling 5ms": "--straggling: expected a share, as in 5%, got '5ms'",
     "--model nowhere": "--model: expected MODULE:NAME, as in torch.nn:Transformer, got 'nowhere'",
     "--model torch:get_rng_state": "--model: expected torch:get_rng_state to return a torch.nn.Module, got Tensor",
+    "--model torch.nn:Linear": "--model: expected a function that is called without arguments, got torch.nn:Linear (",
     "--params 7e9 --model torch.nn:Tanh": "--model: not allowed with argument --params",
 }
 
