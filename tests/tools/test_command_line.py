@@ -428,6 +428,17 @@ def test_the_working_directory_may_be_replaced(
         assert {path.name for path in Path().iterdir()} == {"model.safetensors", "optimizer.pt"}
 
 
+def test_an_output_may_lack_letters(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the table, and those of a path that are no text at all."""
+    run = checkpoint.rename(checkpoint.with_name("caf\udce9"))
+    with (checkpoint.parent / "told").open("w+", encoding="latin-1") as told:
+        monkeypatch.setattr(sys, "stdout", told)
+        assert main(["inspect", str(run)]) == 0
+        told.seek(0)
+        assert "caf\\udce9\n" in told.readline()
+        assert ", \\u2026" in told.read()
+
+
 def test_the_commands_of_its_page(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "command-line.md").read_text()
     commands = re.findall(r"^python -m lowlevel_zero (.+)$", page, flags=re.MULTILINE)
