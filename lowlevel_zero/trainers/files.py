@@ -14,7 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ..checkpoint import Sharded, read_manifest
 from ..checkpoint.folders import finish_removal, on_first_rank, publish, remove
 from ..checkpoint.manifest import MANIFEST, METADATA
+from ..communication.agreement import Alike, together
 from ..optimizer import LowLevelZeroOptimizer
+
+_FOUND = Alike("the optimizer of the same checkpoint", "let all hosts see the files that were saved")
 
 
 def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> None:
@@ -34,12 +37,22 @@ def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> 
 def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> None:
     """Load an optimizer from a folder of ``save_sharded``, or else from a whole state dict's file. Communicates.
 
-    Each rank reads its own slices.
+    Each rank reads its own slices. If a rank finds neither, or another one than the others do, all raise.
     """
-    if (folder / METADATA).is_file():
+    state = None
+    with together(optimizer.shard_group, "load its optimizer", _FOUND) as lines:
+        if not (folder / METADATA).is_file():
+            if not file.is_file():
+                raise FileNotFoundError(
+                    f"{folder}: expected an optimizer's slices there, or a file {file.name} beside it, found neither: "
+                    "load a checkpoint whose save was not broken off, and that the hosts of all ranks see"
+                )
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        lines.append("a folder of slices" if state is None else "a whole state's file")
+    if state is None:
         load({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
     else:
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+        optimizer.load_state_dict(state)
 
 
 def remove_sharded(folder: Path) -> None:
