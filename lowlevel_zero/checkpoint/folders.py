@@ -33,7 +33,7 @@ T = TypeVar("T")
 _log = logging.getLogger("lowlevel_zero")
 
 # A checkpoint is written beside its place: step-100.0123456789abcdef.tmp, with files of these names.
-_BESIDE = re.compile(r".+\.[0-9a-f]{16}\.tmp")
+_BESIDE = re.compile(r".+\.[0-9a-f]{16}\.tmp", re.DOTALL)
 _OWN_FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|objects\.pt|rank_\d+\.pt|lowlevel_zero\.json")
 # Where a checkpoint's manifest goes, beside the checkpoint, while its files are removed.
 _REMOVED = ".lowlevel_zero.removed"
@@ -196,7 +196,7 @@ def finish_removal(path: Path) -> None:
         return
     if not (path / MANIFEST).exists():  # else another one has been put there since
         for name, known in manifest_in(removed).files.items():
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 if (path / name).stat().st_size == known.bytes:  # else something else has been put there since
                     (path / name).unlink()
         with suppress(OSError):  # it holds something else

@@ -162,7 +162,10 @@ def read_head(folder: Path) -> Head:
     try:
         with path.open(encoding="utf-8") as file:
             line = file.readline()
-        return Head(**json.loads(f"{line[:-2]}}}"))
+        head = Head(**json.loads(f"{line[:-2]}}}"))
+        if not (isinstance(head.serial, int) and isinstance(head.runs, list)):
+            raise TypeError(f"expected a number and a list, got {head.serial!r} and {head.runs!r}")
+        return head
     except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({_short(error)}): {TAKE_ANOTHER}") from error
 
