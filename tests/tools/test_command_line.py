@@ -439,6 +439,35 @@ def test_an_output_may_lack_letters(checkpoint: Path, monkeypatch: pytest.Monkey
         assert ", \\u2026" in told.read()
 
 
+def test_the_output_is_on_the_disk_and_in_a_folder_that_is_made(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("lowlevel_zero.checkpoint.consolidate.sync", lambda path: synced.append(path.name))
+    for _ in range(2):
+        assert main(["consolidate", "--force", str(checkpoint), str(tmp_path / "made" / "out")]) == 0
+    assert synced == [*("model.safetensors", "optimizer.pt") * 2, "out"]
+
+
+def test_a_missing_shard_is_told_without_a_check(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards(checkpoint)[1].unlink()
+    assert main(["inspect", str(checkpoint)]) == 2
+    assert "__1_0.distcp is missing" in capsys.readouterr().err
+
+
+def test_an_end_by_a_key_and_an_error_of_many_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["inspect", "a\nname"]) == 2
+    assert capsys.readouterr().err.startswith("lowlevel_zero inspect: error: a name: expected a checkpoint")
+    monkeypatch.setattr("lowlevel_zero.__main__.locate", interrupt)
+    assert main(["inspect", "run"]) == 130
+
+
+def interrupt(path: Path) -> Path:
+    raise KeyboardInterrupt
+
+
 def test_the_commands_of_its_page(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "command-line.md").read_text()
     commands = re.findall(r"^python -m lowlevel_zero (.+)$", page, flags=re.MULTILINE)
