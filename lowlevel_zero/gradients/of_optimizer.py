@@ -127,7 +127,8 @@ class OptimizerGradients:
             own = each.gradients.averaged(record)
             if own is not None:
                 return own
-        return torch.zeros(record.row.numel(), device=record.padded.device)
+        dtype = torch.promote_types(record.communication_dtype, torch.float32)
+        return torch.zeros(record.row.numel(), dtype=dtype, device=record.padded.device)
 
     @torch.no_grad()
     def gathered(self, record: ShardedParameter, own: Tensor) -> Tensor:

@@ -393,3 +393,13 @@ def test_a_gradient_that_was_cleared_is_no_earlier_one_of_a_frozen_slice(
         optimizer.zero_grad()
     optimizer.step()
     assert parameters[0].eq(0).all()
+
+
+@on_ranks(2)
+def test_slices_of_fp64_gradients_are_fp64_where_no_rank_used_the_parameter(rank: int) -> None:
+    used, unused = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([used, unused], lr=1.0))
+    optimizer.backward(used.sum())
+    gradients: list[Any] = [used.grad, unused.grad]
+    assert [each.to_local().dtype for each in gradients] == [torch.float64] * 2
+    assert not gradients[1].to_local().any()
