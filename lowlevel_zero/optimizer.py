@@ -304,12 +304,18 @@ class LowLevelZeroOptimizer(ColossalNames):
             self.stepper.take_step(norm, self.step_state.gradient_scale())
             self._end_step(norm)
         self.observer.cleared()
-        lacked = True in [each.reducer.has_lacked for each in self.sharded_groups]
-        self._untrained.look(self.shard_group.progress.step, lacked)
         verify_every = self.options.diagnostics.verify_every
         if verify_every and self.shard_group.progress.step % verify_every == 0:
             verify(self.sharded_parameters, self.parameter_names(), self.model, buffers=False)
+        self._warn()
         return loss
+
+    def _warn(self) -> None:
+        """Warn of gradients that add up and of untrained parameters, after a step: a log's handler may raise."""
+        for each in self.sharded_groups:
+            each.reducer.warn_of_used()
+        lacked = True in [each.reducer.has_lacked for each in self.sharded_groups]
+        self._untrained.look(self.shard_group.progress.step, lacked)
 
     def _catch_up(self, norm: GlobalNorm) -> None:
         """After an error in a step, run its other collectives; count it unless all ranks left it. Communicates."""

@@ -207,7 +207,7 @@ class Reducer:
         self.syncs.open(reached)
         self._gradients.note_used()
 
-    def _warn_of_used(self) -> None:
+    def warn_of_used(self) -> None:
         """Warn once, on the first rank, if a step has used gradients for the second time, with later ones added."""
         used = [bucket for bucket in self._gradients.buckets if bucket.reused] if self._state.warns_of_used else ()
         if used:
@@ -384,7 +384,6 @@ class Reducer:
 
     def end_step(self) -> None:
         """Between steps, learn rank 0's order once, and switch detection on if a gradient lacked. May communicate."""
-        self._warn_of_used()
         learns = not self.plan.order and self._group.progress.micro_batch > 0
         if learns:
             self.plan.learn()
