@@ -92,7 +92,7 @@ def check(
     checked = _chosen(optimizer, trained, names, options, assignment, model)
     # First, since a parameter's line may lack where it is another group's.
     checked.lines[0].insert(0, f"{len(assignment.groups)} groups in pg_to_param_list beside the data-parallel one")
-    checked.lines[0] += [*options.alike(), dtypes_in_common(names, options)]
+    checked.lines[0] += [*options.alike(), dtypes_in_common(trained, options)]
     return checked
 
 

@@ -36,12 +36,12 @@ class Assignment(NamedTuple):
     listed: Collection[Tensor] = ()
 
 
-def dtypes_in_common(parameters: Iterable[Tensor], options: ZeroOptions) -> str:
-    """Return a line that says whether trained parameters include fp16 and fp64, for all ranks to compare.
+def dtypes_in_common(trained: Iterable[Tensor], options: ZeroOptions) -> str:
+    """Return a line that says whether ``trained`` parameters include fp16 and fp64, for all ranks to compare.
 
     Losses are scaled if there are fp16 parameters, and norms are in fp64 if one is.
     """
-    dtypes = {options.forced_dtype or p.dtype for p in parameters if p.requires_grad}
+    dtypes = {options.forced_dtype or p.dtype for p in trained}
     return f"dtypes { ({dtype: dtype in dtypes for dtype in (torch.float16, torch.float64)}) }"
 
 

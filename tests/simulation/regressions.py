@@ -312,4 +312,8 @@ REGRESSIONS: dict[str, Program] = {
         Part((Weight(),), ((0,),)),
         Part((Weight(),), ((0,),)),
     ),
+    "a rank freezes the only parameter of 16 bits, and all add another group": _program(
+        [(None, Call("freeze")), *_both(Call("add group"))],
+        Part((Weight(dtype="float16"), Weight(role="late")), ((0, 1),)),
+    ),
 }
