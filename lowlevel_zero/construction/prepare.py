@@ -149,7 +149,7 @@ def _chosen(
     choices = check_and_choose(optimizer, new, names, options)
     check_no_list_of_its_own(optimizer, new)
     writes_unused, number_of = may_write_unused(optimizer), assignment.number_of
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = [*new, *(part for group in optimizer.param_groups[:known_groups] for part in group["params"])]
     lines: list[list[str]] = [[] for _ in range(1 + len(assignment.groups))]
     lines[0] += [
         f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}",
