@@ -150,14 +150,17 @@ def _torchscript_at_work() -> bool:
 
 
 class _Compiling:
-    """A callback that waits for all parameters before ``torch.compile`` starts, and remembers that it has."""
+    """A callback that makes all parameters ordinary before ``torch.compile`` starts, and remembers that it has.
+
+    The host waits: parameters whose rows a device has yet to write would be compiled as those of another class.
+    """
 
     seen = False
 
     def __call__(self, *_: Any) -> None:
         self.seen = True
         for p in list(_waits):
-            wait_for(p)
+            wait_for(p, on_host=True)
 
 
 _compiling = _Compiling()

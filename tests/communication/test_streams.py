@@ -309,6 +309,21 @@ def test_who_reads_a_parameter_comes_after_its_rows_on_whatever_stream(
 
 
 @on_ranks(2)
+def test_the_compiler_meets_ordinary_parameters_though_the_device_is_behind(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    traced = Traced(monkeypatch, 0, overlap_allgather=True)
+    traced.backward()
+    traced.optimizer.step()
+    assert {type(p) for p in traced.model.parameters()} == {AwaitedParameter}
+    torch.compile(traced.model, backend="eager", fullgraph=True)(torch.ones(2, 4))
+    assert {type(p) for p in traced.model.parameters()} == {nn.Parameter}
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@on_ranks(2)
 def test_a_graph_that_is_captured_meanwhile_holds_its_own_work_alone(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
