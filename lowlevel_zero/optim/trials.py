@@ -127,7 +127,7 @@ def writes_without_gradients(optimizer: Optimizer) -> bool:
     A write of the same values counts too. True where it can't be tried.
     """
     with suppress(NoProbe), undisturbed():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # the host's alone: torch.manual_seed seeds those of devices, too
         kinds = kinds_to_try(optimizer, LARGE_LR)
         params: list[Tensor] = [torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(3 * len(kinds))]
         other = twin(optimizer, kinds, params)
@@ -185,6 +185,8 @@ def undisturbed() -> Iterator[None]:
     program's hooks on the steps of all optimizers don't run.
     """
     numpy, stance = sys.modules.get("numpy"), getattr(torch.compiler, "set_stance", lambda _: nullcontext())
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if started else ()
     with ExitStack() as restored:
         restored.callback(random.setstate, random.getstate())
         if numpy:
@@ -193,7 +195,8 @@ def undisturbed() -> Iterator[None]:
         for hooks in both:
             restored.callback(hooks.update, dict(hooks))
             hooks.clear()
-        for each in (torch.random.fork_rng([]), torch.device("cpu"), warnings.catch_warnings(), stance("force_eager")):
+        numbers = torch.random.fork_rng(devices, device_type="cuda")
+        for each in (numbers, torch.device("cpu"), warnings.catch_warnings(), stance("force_eager")):
             restored.enter_context(each)
         warnings.simplefilter("ignore")
         try:

@@ -205,6 +205,20 @@ def test_a_rate_on_the_device_is_read_by_every_step(fused: bool) -> None:
     over_nccl(work)
 
 
+def test_trials_of_an_unknown_class_leave_the_device_s_random_numbers_alone() -> None:
+    class Unknown(torch.optim.AdamW):
+        pass
+
+    def work(rank: int, world_size: int) -> None:
+        model = Net()
+        torch.cuda.manual_seed(5)
+        before = torch.cuda.get_rng_state()
+        LowLevelZeroOptimizer(Unknown(model.parameters()), model=model)
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+
+    over_nccl(work)
+
+
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_of_fp16_that_overflows_is_skipped(fused: bool, extra: str) -> None:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 
 from lowlevel_zero.optim.probe import probe_elements
 from lowlevel_zero.optim.splits import choose_splits
+from lowlevel_zero.optim.trials import writes_without_gradients
 from tests.support.strangers import (
     AdamByHand,
     Noisy,
@@ -366,6 +367,31 @@ def test_random_numbers_go_on(cls: type[Stranger]) -> None:
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert str(np.random.get_state()[1:3]) == str(before[2])
+
+
+def test_random_numbers_of_a_device_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated one: that a step of the class draws some, or seeds it, changes nothing."""
+    state = {0: 5, 1: 7}
+
+    class Draws(AdamByHand):
+        def step(self, closure: Any = None) -> None:
+            state[1] += 1
+            super().step(closure)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state[device])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda before, device: state.update({device: before}))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: state.update(dict.fromkeys(state, seed)))
+    check_elementwise(Draws(matrix()))
+    assert not writes_without_gradients(Draws(matrix()))
+    assert state == {0: 5, 1: 7}
+
+
+def test_no_device_is_seeded_that_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the seed when it starts, in place of the one that its user has given before."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeded"))
+    assert not writes_without_gradients(AdamByHand(matrix()))
 
 
 def test_hooks_of_all_optimizers_do_not_run() -> None:
