@@ -76,6 +76,9 @@ def states_of_shape(
             like = group["params"][0] if group["params"] and dtype is None else on_host
             params.append(torch.nn.Parameter(like.new_zeros(shape)))
         other = make(params) if make else with_one_each(optimizer, params)
+        for group in other.param_groups:
+            if "capturable" in group:
+                group["capturable"] = False  # as a twin's
         step(other, params, map(torch.zeros_like, params))
         return [other.state.get(p, {}) for p in params]
 

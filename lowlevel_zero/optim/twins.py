@@ -185,7 +185,12 @@ def own_options(group: Mapping[str, Any]) -> Options:
 
 
 def _copied(name: str, option: Any) -> Any:
-    """Return a copy of an option; raise ``NoProbe`` unless it holds only numbers, text, dtypes and functions."""
+    """Return a copy of an option; raise ``NoProbe`` unless it holds only numbers, text, dtypes and functions.
+
+    A twin isn't ``capturable``: trials step on the host, where torch's classes refuse that.
+    """
+    if name == "capturable":
+        return False
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor) and value.numel() == 1:

@@ -213,7 +213,7 @@ def test_trials_of_an_unknown_class_leave_the_device_s_random_numbers_alone() ->
         model = Net()
         torch.cuda.manual_seed(5)
         before = torch.cuda.get_rng_state()
-        LowLevelZeroOptimizer(Unknown(model.parameters()), model=model)
+        LowLevelZeroOptimizer(Unknown(model.parameters(), capturable=True), model=model)
         assert torch.equal(torch.cuda.get_rng_state(), before)
 
     over_nccl(work)

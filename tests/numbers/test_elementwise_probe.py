@@ -246,6 +246,7 @@ TRIED: dict[str, Callable[[], Optimizer]] = {
     "a constructor hands its arguments on": lambda: HandsOn(matrix(), 0.1),
     "a constructor hands keywords on": lambda: HandsKeywordsOn(matrix(), lr=0.1, clips={"matrix": 1.0}),
     "a state at construction": lambda: StateAtConstruction(matrix(), lr=0.1),
+    "kernels that a graph may capture": lambda: type("Mine", (torch.optim.AdamW,), {})(matrix(), capturable=True),
     "Adagrad's state at construction": lambda: Mine(matrix(), initial_accumulator_value=1.0),
     "a large parameter is held": lambda: HoldsItsParameters([torch.nn.Parameter(torch.ones(500, 500))]),
     "a warning is no failure": lambda: Warns(matrix()),  # pytest makes errors of warnings

@@ -450,6 +450,8 @@ def test_groups_keep_what_their_settings_say() -> None:
     assert estimate([first, second], 1, 1, None, optimizer).states == 400
     assert estimate([first, second], 1, 1, None, lambda params: torch.optim.Adam(params, amsgrad=True)).states == 1328
     assert estimate([second], 1, 1, None, torch.optim.Adam([first], fused=True)).states == 84
+    assert estimate([second], 1, 1, None, torch.optim.Adam([first], capturable=True)).states == 84
+    assert estimate([second], 1, 1, None, partial(torch.optim.Adam, capturable=True)).states == 84
 
 
 @on_ranks(2)
