@@ -180,7 +180,8 @@ class Saving(Background[Path]):
         copies = {keys: staging[places[keys]].view(value.dtype) for keys, value in values.items()}
         for keys, copy in copies.items():
             copy.copy_(values[keys].detach(), non_blocking=True)
-        streams_of(devices).mark().synchronize()
+        for device in devices:  # a frozen parameter or a buffer may be on another than what is trained
+            streams_of([device]).mark().synchronize()
         return copies
 
 

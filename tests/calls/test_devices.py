@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowlevel_zero.checkpoint.saving import Saving
 from lowlevel_zero.communication.backends.native import Native
 from lowlevel_zero.communication.broadcast import Broadcast
 from lowlevel_zero.communication.shard_group import ShardGroup
@@ -65,7 +66,14 @@ class OnOther(Tensor):
     device = OTHER
 
 
-def test_a_number_is_read_when_it_has_come_from_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+class OnCurrent(OnOther):
+    """One that says that it is on the current device."""
+
+    device = CURRENT
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, list[Any]]:
+    """The two devices, and, for each tensor that is made, whether it would be pinned, and where it is."""
     api, empty = Device(), torch.empty
     pinned: list[Any] = []
 
@@ -76,9 +84,24 @@ def test_a_number_is_read_when_it_has_come_from_its_own_device(monkeypatch: pyte
     monkeypatch.setattr(torch, "get_device_module", lambda *_: api)
     monkeypatch.setattr(torch.cuda, "Event", api.Event)
     monkeypatch.setattr(torch, "empty", unpinned)
+    return api, pinned
+
+
+def test_a_number_is_read_when_it_has_come_from_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, pinned = simulate(monkeypatch)
     number = LaterRead(torch.tensor(2.5).as_subclass(OnOther), step=0)
     assert number.read().item() == 2.5
     assert (api.lines[OTHER].recorded, api.lines[CURRENT].recorded) == (1, 0)
+    assert pinned == [(True, "cpu")]
+
+
+def test_a_save_waits_for_the_copies_from_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen parameter or a buffer may be on another than what is trained."""
+    api, pinned = simulate(monkeypatch)
+    of = {("a",): torch.ones(3).as_subclass(OnOther), ("b",): torch.ones(2).as_subclass(OnCurrent)}
+    copies = Saving(Path("anywhere")).stage({**of, ("c",): torch.zeros(1)}, None)
+    assert [copy.tolist() for copy in copies.values()] == [[1.0] * 3, [1.0] * 2, [0.0]]
+    assert (api.lines[OTHER].recorded, api.lines[CURRENT].recorded) == (1, 1)
     assert pinned == [(True, "cpu")]
 
 
@@ -127,7 +150,8 @@ def test_what_a_group_does_not_serve_travels_by_way_of_this_rank_s_own_device(mo
 # ---- all of the source ----
 
 # Of torch, what makes a tensor; and what is of the current device if it isn't given another.
-MAKERS = {"tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "eye", "linspace"}
+MAKERS = {"tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "empty_strided", "full"}
+MAKERS |= {"arange", "linspace", "eye", "rand", "randn", "randint", "randperm"}
 OF_A_DEVICE = {"Event", "Stream", "current_stream", "current_device", "cuda"}
 # Where streams and events are made and asked for.
 STREAMS = "streams.py"
@@ -156,7 +180,15 @@ def test_all_of_the_library_names_its_devices() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["torch.zeros(3)", "torch.cuda.Event()", "torch.cuda.current_stream()", "x.to('cuda')", "x.cuda()", "api.Stream()"],
+    [
+        "torch.zeros(3)",
+        "torch.empty_strided(a, b)",
+        "torch.cuda.Event()",
+        "torch.cuda.current_stream()",
+        "x.to('cuda')",
+        "x.cuda()",
+        "api.Stream()",
+    ],
 )
 def test_what_is_not_named_would_be_found(source: str) -> None:
     assert unnamed(source) == [source]
