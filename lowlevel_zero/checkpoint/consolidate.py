@@ -182,7 +182,7 @@ def _state_dict(settings: Settings, tensors: Mapping[str, State]) -> State:
 def _room_for(like: Tensor, folder: Path) -> Tensor:
     """Return an uninitialised tensor like ``like``; a large one lies in a mapped, already deleted file."""
     if like.nbytes < _MAPPED_FROM:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):  # writing into a mapped file can't report that the disk is full
             os.posix_fallocate(file.fileno(), 0, like.nbytes)
