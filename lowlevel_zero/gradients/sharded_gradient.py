@@ -186,10 +186,15 @@ class ShardedGradient(Handle):
         return record, gradients
 
     def retire(self) -> Handle:
-        """Make every further use of this object raise, and return a new one for the next gradient."""
-        record, gradients = self.held()
+        """Make every further use of this object raise, and return a new one for the next gradient.
+
+        It is where this one is: a slice may be asleep, on the host.
+        """
+        record, _ = self.held()
+        made = ShardedGradient.__new__(ShardedGradient, self, record.p32 if self.is_of_slice else record.p)
+        made._follow(self)
         self._retired, self._itself = True, None
-        return ShardedGradient(record, record.p32 if self.is_of_slice else record.p, gradients)
+        return made
 
     def note_history(self) -> None:
         """Hold a reference to itself, so that the next step makes a new object: autograd has recorded this one."""

@@ -166,6 +166,21 @@ def test_memory_of_the_device_is_let_go_and_gradients_of_a_step_are_forgotten_as
         assert sides(zero, mode) == {"masters": {DEVICE}, "states": {DEVICE}, "gradients": set()}
 
 
+@on_ranks(1)
+def test_a_gradient_that_is_replaced_while_its_slice_sleeps_is_where_it_was(rank: int) -> None:
+    """Somebody keeps it when gradients are forgotten. There is one device more here, of no memory, to sleep on."""
+    with two_devices() as mode:
+        model, zero = a_linear(mode)
+        record = zero.sharded_parameters[model.weight]
+        kept, awake = record.p32.grad, record.p32
+        record.p32 = nn.Parameter(awake.detach().to("meta"))
+        made = kept.retire()
+        record.p32 = awake
+        awake.grad = made
+        with pytest.raises(RuntimeError, match="weight"):
+            kept.clone()
+
+
 @on_ranks(2)
 def test_masters_that_are_the_parameter_stay_and_with_them_its_memory(rank: int) -> None:
     with two_devices() as mode:
