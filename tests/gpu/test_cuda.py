@@ -181,8 +181,11 @@ def test_readers_on_several_streams_get_the_new_values() -> None:
     over_nccl(work)
 
 
+@pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant: bool) -> None:
+def test_activation_checkpointing(reentrant: bool, bare: bool) -> None:
+    """``bare``: hooks alone tell the end of a backward, and of those nested in it, on threads of autograd's own."""
+
     class Checkpointed(Blocks):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -194,7 +197,8 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         model = kind(width=64).to(DEVICE)
         optimizer = LowLevelZeroOptimizer(momentum(model.parameters()), reduce_bucket_size=5000, partition_grad=True)
         for _ in range(3):
-            optimizer.backward(model(torch.ones(4, 64, device=DEVICE, requires_grad=True)))
+            loss = model(torch.ones(4, 64, device=DEVICE, requires_grad=True))
+            loss.backward() if bare else optimizer.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
