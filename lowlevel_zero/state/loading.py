@@ -95,7 +95,7 @@ def load_slices(
     """
     place = {p32: at for at, p32 in enumerate(p32 for group in optim.param_groups for p32 in group["params"])}
     groups = [
-        {**saved, "params": [place[p32] for p32 in held["params"]]}
+        {**_placed(dict(saved), held), "params": [place[p32] for p32 in held["params"]]}
         for saved, held in zip(param_groups, optim.param_groups, strict=True)
     ]
     state: dict[Any, Any] = copy.deepcopy(dict(others))
@@ -107,6 +107,17 @@ def load_slices(
     former = {**vars(optim), "state": optim.state, "param_groups": optim.param_groups}
     undo.callback(vars(optim).update, former)
     optim.load_state_dict({**added, "state": state, "param_groups": groups})
+
+
+def _placed(saved: Any, held: Any) -> Any:
+    """Return saved settings with tensors on the devices of those that are held: a checkpoint has all on the host."""
+    if isinstance(saved, Tensor) and isinstance(held, Tensor):
+        return saved.to(held.device)
+    if type(saved) is type(held) is dict:
+        return {key: _placed(value, held.get(key)) for key, value in saved.items()}
+    if type(saved) is type(held) and type(saved) in (tuple, list) and len(saved) == len(held):
+        return type(saved)(map(_placed, saved, held))
+    return saved
 
 
 def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter, State], fp8: bool) -> None:

@@ -181,6 +181,18 @@ def test_a_number_that_is_a_tensor_of_one_element_is_loaded(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_setting_is_loaded_to_where_it_was(rank: int) -> None:
+    """A rate on a device, which a graph may have captured; here on one without memory."""
+    optimizer = LowLevelZeroOptimizer(torch.optim.Adam(nn.Linear(3, 2).parameters(), betas=(0.8, 0.9)))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5, device="meta")
+    state = optimizer.state_dict()
+    state["param_groups"][0] |= {"lr": torch.tensor(0.25), "betas": (torch.tensor(0.5), 0.75)}
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"].is_meta
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+
+
+@on_ranks(2)
 def test_a_loaded_state_is_its_owner_s_alone(rank: int) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5))
     model, optimizer = wrapped(model, adamw, steps=1, split="parameters")
