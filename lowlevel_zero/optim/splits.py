@@ -28,10 +28,13 @@ from .trials import full_name, step_is_replaced, writes_without_gradients
 
 # Elementwise classes of others, by their full names: they hold compiled kernels, which a probe can't make again.
 _ELSEWHERE = {
+    "apex.optimizers.fused_adam.FusedAdam",
     "colossalai.nn.optimizer.cpu_adam.CPUAdam",
     "colossalai.nn.optimizer.fused_adam.FusedAdam",
     "colossalai.nn.optimizer.fused_sgd.FusedSGD",
     "colossalai.nn.optimizer.hybrid_adam.HybridAdam",
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.fused_adam.FusedAdam",
 }
 # The base of all classes of bitsandbytes, whatever their states.
 _32_BITS_TOO = "Optimizer8bit"

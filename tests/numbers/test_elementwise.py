@@ -349,6 +349,17 @@ def test_known_by_name(name: str, split: str, reason: str) -> None:
     assert choose_splits(cls(matrix()), "elements") == ["elements"]
 
 
+def test_kernels_that_cannot_be_tried_on_the_host_are_known_by_their_full_names() -> None:
+    class FusedAdam(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("expected CUDA tensors")
+
+    with pytest.raises(TypeError, match="could not be tried|expected CUDA"):
+        choose_splits(FusedAdam(matrix()))
+    FusedAdam.__module__, FusedAdam.__qualname__ = "apex.optimizers.fused_adam", "FusedAdam"
+    assert choose_splits(FusedAdam(matrix())) == ["elements"]
+
+
 def with_a_step_of_its_own() -> Optimizer:
     optimizer = torch.optim.LBFGS(matrix())
     plain = optimizer.step
