@@ -113,10 +113,10 @@ def described(group: type[G]) -> type[G]:
 @described
 @dataclass(frozen=True)
 class LossScale:
-    """The dynamic loss scale, which is used where a parameter is fp16.
+    """Dynamic loss scaling, which is used if any parameter is fp16.
 
-    An fp16 overflow skips the step. After ``hysteresis`` overflows since the scale last grew, it shrinks at each one.
-    Equal initial, least and largest scales make it static.
+    An fp16 overflow skips the step. From the ``hysteresis``-th overflow since the scale last grew, each one shrinks it.
+    Equal ``initial_scale``, ``min_scale`` and ``max_scale`` make the scale static.
     """
 
     initial_scale: float = option(2.0**16, "the loss scale of the first step.", _SCALE, keyword="initial_scale")
@@ -161,18 +161,18 @@ class Communication:
     )
     fp8: bool = option(
         False,
-        f"gradients and updated parameters of {FP8_MIN_NUMEL} elements or more travel in fp8; they are summed and "
-        "stepped in fp32.",
+        f"send the gradients and updated values of parameters of {FP8_MIN_NUMEL} elements or more in fp8; sums and "
+        "steps are in fp32.",
         keyword="fp8_communication",
     )
     hybrid_shard: bool = option(
         False,
-        "of two process groups, shard over the inner one and replicate over the outer one; else shard over all ranks.",
+        "with two process groups, shard over the inner one and replicate over the outer one; False: shard over both.",
     )
     own_communicator: bool = option(
         True,
-        "on NCCL, reduce and gather by a communicator of the optimizer's own, so that collectives of the model's "
-        "backward can't pair up with reductions; False: by the process group's communicator.",
+        "on NCCL, reduce and gather over a communicator of their own, so that collectives of the model's backward "
+        "can't pair up with reductions; False: use the process group's communicator.",
     )
     reduction: str = option("mean", 'average gradients over the ranks ("mean") or add them up ("sum").', _REDUCTION)
     gradient_predivide_factor: float = option(
@@ -182,7 +182,7 @@ class Communication:
         _FACTOR,
     )
     reduce_scatter_with_fp32_accumulation: bool = option(
-        False, "in stage 2, sum 16-bit gradients in fp32 on NCCL too, by an all-to-all (Megatron's name)."
+        False, "in stage 2, sum 16-bit gradients in fp32 also on NCCL, by an all-to-all (Megatron's name)."
     )
     pad_buckets_for_high_nccl_busbw: bool = option(
         False, "pad rows of more than 2**16 elements to a multiple of that (Megatron's name)."
@@ -204,7 +204,7 @@ class Diagnostics:
 
     verbose: bool = option(
         False,
-        "log each skipped fp16 step; one rank that asks for it is enough. On a GPU the host then waits for the device.",
+        "log each skipped fp16 step, if any rank sets this. On a GPU the host then waits for the device in each step.",
         keyword="verbose",
         may_differ=True,
     )
@@ -214,9 +214,10 @@ class Diagnostics:
         "and the missing ranks, once for each wait; 0: never.",
         _SECONDS,
     )
-    verify_every: int = option(0, "call ``verify()`` after every so many steps; 0: never.", _STEPS)
+    verify_every: int = option(0, "call ``verify()`` after every ``verify_every`` steps; 0: never.", _STEPS)
     error_if_nonfinite: bool = option(
-        False, "without fp16, refuse to step by a gradient norm that is inf or NaN; the host waits for the norm."
+        False,
+        "without fp16 parameters, raise instead of stepping if the gradient norm is inf or NaN; the host waits for it.",
     )
 
 
@@ -240,26 +241,26 @@ class ZeroOptions:
     )
     cpu_offload: bool = option(
         False,
-        "step on the host: masters, the gradients that step them and the optimizer state live there. Adam and AdamW "
-        "are fused there unless their caller chose otherwise.",
+        "step on the host: fp32 masters, their gradients and the optimizer state are in host memory. Adam and AdamW "
+        "use their fused kernels there, unless you made them with ``fused`` or ``foreach``.",
     )
-    forced_dtype: torch.dtype | None = option(None, "convert the parameters to this dtype first.", DTYPE)
-    master_weights: bool = option(True, "step fp32 copies of 16-bit slices, not the slices themselves.")
+    forced_dtype: torch.dtype | None = option(None, "convert the parameters to this dtype at construction.", DTYPE)
+    master_weights: bool = option(True, "step fp32 copies of 16-bit parameters; False: step the 16-bit values.")
     backward_context: BackwardContext | None = option(
-        None, "a callable; backward runs in the context manager that it returns.", _CONTEXT, may_differ=True
+        None, "a callable that returns a context manager, in which backward runs.", _CONTEXT, may_differ=True
     )
     split: str | None = option(
         None,
-        'how the ranks share parameters: by "elements" each rank steps a slice of every parameter; by "parameters" one '
-        "rank steps a parameter whole. None: by elements where the optimizer's class treats elements independently, "
-        'else by parameters where it treats those independently. A param group\'s key "split" comes first.',
+        'how ranks share parameters. "elements": each rank steps a slice of every parameter; "parameters": one rank '
+        'steps each parameter whole. None: "elements" if the optimizer\'s class treats elements independently, '
+        '"parameters" if it treats parameters independently. A param group\'s key "split" overrides this.',
         SPLIT,
     )
     cost: Cost | None = option(
         None,
-        "a callable that returns what the step of a parameter costs the rank that owns it, a number >= 0 in any unit: "
-        "owners are dealt out so that each rank has as much. None: elements, and of matrices that the optimizer "
-        "orthogonalises operations too, so that memory and work are level.",
+        "for a split by parameters: a callable that returns the cost of a parameter's step, a number >= 0 in any unit. "
+        "Owners are chosen so that the ranks' costs are about equal. None: the cost is the number of elements and, of "
+        "matrices that the optimizer orthogonalises, also of operations, so that memory and work are balanced.",
         _COST,
         may_differ=True,
     )
