@@ -75,7 +75,7 @@ def memory() -> None:
 
 
 def step() -> None:
-    """Draw the way of a gradient: from backward over a bucket and its reduction to the step and the gather."""
+    """Draw the path of a gradient: from backward over a bucket and its reduction to the step and the gather."""
     stations = (
         ("backward", "p.grad", "whole, this rank's"),
         ("pack", "bucket", "buffer [ranks, row]"),
