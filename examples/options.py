@@ -16,35 +16,35 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Options: TypeAlias = argparse.Namespace
 
-# Options that are numbers: the default, the least that is allowed, and what it is.
+# Numeric options: the default, the least value, and the meaning.
 NUMBERS: dict[str, tuple[float, float, str]] = {
     "layers": (4, 1, "transformer layers"),
     "width": (192, 1, "channels"),
     "heads": (6, 1, "attention heads"),
-    "context": (128, 1, "bytes the model sees"),
-    "layer-drop": (0.1, 0, "chance of a layer to be left out of a pass"),
+    "context": (128, 1, "bytes of context"),
+    "layer-drop": (0.1, 0, "probability that a forward skips a layer"),
     "steps": (300, 1, "optimizer steps"),
-    "batch": (8, 1, "sequences a rank and micro-batch"),
+    "batch": (8, 1, "sequences of a micro-batch on each rank"),
     "accumulation": (1, 1, "micro-batches a step"),
-    "lr": (2e-3, 1e-9, "highest learning rate"),
-    "clip": (1.0, 0, "largest gradient norm; 0: any"),
-    "seed": (0, 0, "of weights, batches and dropped layers"),
-    "save-every": (50, 0, "save after so many steps, and at the end; 0: never"),
-    "keep": (2, 1, "checkpoints to keep, the newest ones"),
+    "lr": (2e-3, 1e-9, "peak learning rate"),
+    "clip": (1.0, 0, "clip gradients to this norm; 0: don't clip"),
+    "seed": (0, 0, "seed of weights, batches and dropped layers"),
+    "save-every": (50, 0, "steps between checkpoints; one more is saved at the end; 0: never save"),
+    "keep": (2, 1, "number of newest checkpoints to keep"),
 }
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
-    """Read the command line; a mistake is named before anything has been started."""
+    """Parse and check the command line, and exit with a message if an option is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, (default, _, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
-    parser.add_argument("--stage", type=int, choices=(1, 2), default=2, help="of ZeRO")
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=2, help="ZeRO stage")
     usual = "bf16" if torch.cuda.is_available() else "fp32"
-    parser.add_argument("--dtype", choices=DTYPES, default=usual, help="of the model")
-    parser.add_argument("--layer-drop-per-rank", action="store_true", help="each rank leaves out other layers")
+    parser.add_argument("--dtype", choices=DTYPES, default=usual, help="dtype of the model")
+    parser.add_argument("--layer-drop-per-rank", action="store_true", help="each rank skips layers of its own")
     parser.add_argument("--out", type=Path, default="demo_output", help="folder for picture, numbers and checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint, if there is one")
     options = parser.parse_args(arguments)
     for name, (_, least, _) in NUMBERS.items():
         value = getattr(options, name.replace("-", "_"))
@@ -58,13 +58,13 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 
 def run_of(options: Options) -> dict[str, Any]:
-    """What makes a run what it is. The stage and the number of ranks may change when it is resumed."""
+    """Return the options that a resumed run must keep; it may change the stage and the number of ranks."""
     free = ("stage", "out", "save_every", "keep", "resume")
     return {name: value for name, value in vars(options).items() if name not in free}
 
 
 def join() -> torch.device:
-    """Join torchrun's process group, or be one of a single process; a GPU each where this machine has them."""
+    """Initialise the process group, without torchrun one of a single rank, and return this rank's device."""
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("LOCAL_WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.device_count() >= ranks
     store = dist.HashStore()  # type: ignore[attr-defined]  # it is there, if not in __all__

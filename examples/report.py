@@ -1,4 +1,4 @@
-"""What train_gpt.py prints and draws: n-gram models to compare with, a sample, bytes held, the loss curve."""
+"""Print and draw the results of train_gpt.py: n-gram models to compare with, a sample, memory, the loss curve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#d9660a", "#777777"
 
 @dataclass
 class History:
-    """What is remembered of a run, and saved with it."""
+    """The record of a run, which its checkpoints contain."""
 
     train: list[float] = field(default_factory=list)  # of each step: nats a byte, averaged over the ranks
     validation: list[tuple[int, float]] = field(default_factory=list)  # after how many steps, nats a byte
@@ -35,13 +35,13 @@ class History:
 
 
 def progress_bar(steps: int, done: int) -> Any:
-    """A bar of steps on the first rank; a file or a log, which can't redraw a line, gets one in ten seconds."""
+    """Return a progress bar of steps, shown on rank 0; in a file or a log it prints a line every ten seconds."""
     pause = 0.2 if sys.stderr.isatty() else 10
     return tqdm(total=steps, initial=done, disable=dist.get_rank() > 0, unit="step", mininterval=pause)
 
 
 def ngrams(text: Tensor, windows: Tensor) -> dict[str, float]:
-    """Nats a byte that models without a network lose, counted on ``text`` (uint8 [bytes]), judged by ``windows``."""
+    """Return losses of n-gram models, in nats a byte on ``windows``; they are counted on ``text`` (uint8 [bytes])."""
     before, after = windows[:, :-1], windows[:, 1:]
     pairs = torch.bincount(text[:-1].int() * 256 + text[1:], minlength=256 * 256).view(256, 256)
     single, double = pairs.sum(0) + 0.1, pairs + 0.1  # of what was never seen, a little
@@ -52,7 +52,7 @@ def ngrams(text: Tensor, windows: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def sample(model: nn.Module, options: Options) -> str:
-    """The prompt and what the model adds, byte by byte; what a terminal might act upon is escaped."""
+    """Return the prompt and the bytes that the model samples after it; control characters are escaped."""
     generator, text = torch.Generator().manual_seed(options.seed), list(PROMPT)
     device = next(model.parameters()).device
     for _ in range(SAMPLE_BYTES):
@@ -62,7 +62,7 @@ def sample(model: nn.Module, options: Options) -> str:
 
 
 def begin(options: Options, model: nn.Module, resumed: Path | None) -> None:
-    """Print on the first rank what is about to be trained, and where it begins."""
+    """Print the model's size, the options and the checkpoint to resume from, on rank 0."""
     if dist.get_rank() == 0:
         count = sum(p.numel() for p in model.parameters())
         print(f"A byte-level GPT of {count:,} parameters, ZeRO-{options.stage} on {dist.get_world_size()} ranks")
@@ -71,7 +71,7 @@ def begin(options: Options, model: nn.Module, resumed: Path | None) -> None:
 
 
 def conclude(options: Options, model: nn.Module, history: History, text: Tensor, validation: Tensor) -> None:
-    """On the first rank draw the loss curve, write all numbers to summary.json, and print what a person reads."""
+    """Draw the loss curve, write all numbers to summary.json, and print a summary, on rank 0."""
     if dist.get_rank():
         return
     options.out.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ The loss curve is in {options.out / "loss.png"}""", flush=True)  # fmt: skip
 
 
 def draw(history: History, levels: dict[str, float], path: Path) -> None:
-    """The losses over the steps, and those of the n-gram models as levels to fall below."""
+    """Draw the losses over the steps, and the losses of the n-gram models as horizontal lines."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for name, loss in levels.items():

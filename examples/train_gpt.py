@@ -32,7 +32,7 @@ from options import DTYPES, Options, join, parse, run_of
 
 
 def layer_of(width: int, heads: int) -> nn.TransformerEncoderLayer:
-    """A pre-norm layer. It starts as the identity, so one that is dropped early isn't missed."""
+    """Return a pre-norm layer that starts as the identity, so that dropping it early changes nothing."""
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
     nn.init.zeros_(layer.self_attn.out_proj.weight)
     nn.init.zeros_(layer.linear2.weight)
@@ -40,7 +40,7 @@ def layer_of(width: int, heads: int) -> nn.TransformerEncoderLayer:
 
 
 class GPT(nn.Module):
-    """From bytes to the logits of each one's successor; the embedding is the output projection too."""
+    """A byte-level GPT, which returns the logits of each next byte; the embedding is the output projection, too."""
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, text: Tensor, keep: Sequence[bool] | None = None) -> Tensor:  # text: [batch, time]
-        """``keep`` says which layers take part (LayerDrop, Fan et al., 2019); None: all."""
+        """Return logits, [batch, time, 256]; ``keep`` selects layers to run (LayerDrop, Fan et al., 2019), None all."""
         x = self.embedding(text) + self.position.weight[: text.size(1)]
         future = nn.Transformer.generate_square_subsequent_mask(text.size(1), x.device, x.dtype)
         for layer, kept in zip(self.layers, keep or [True] * len(self.layers), strict=True):
@@ -60,7 +60,7 @@ class GPT(nn.Module):
 
 
 def byte_loss(model: nn.Module, windows: Tensor, keep: Sequence[bool] | None = None) -> Tensor:
-    """Mean cross-entropy, in fp32, of all but the first byte of each of ``windows`` [batch, context + 1]."""
+    """Return the mean cross-entropy, in fp32, of all but the first byte of each of ``windows`` [batch, context + 1]."""
     logits = model(windows[:, :-1], keep)
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
@@ -69,7 +69,7 @@ def byte_loss(model: nn.Module, windows: Tensor, keep: Sequence[bool] | None = N
 
 
 def library_sources() -> list[Path]:
-    """The standard library's sources in one order everywhere; no tests, no installed packages."""
+    """Return the standard library's source files, sorted, without tests and installed packages."""
     root, left_out = (
         Path(sysconfig.get_path("stdlib")),
         {"site-packages", "dist-packages", "test", "tests", "idle_test"},
@@ -79,7 +79,7 @@ def library_sources() -> list[Path]:
 
 
 def windows_of(files: Sequence[Path], context: int) -> Tensor:
-    """All windows of the files' bytes, end to end: uint8 [windows, context + 1], a view."""
+    """Return all windows over the files' concatenated bytes: uint8 [windows, context + 1], a view."""
     text = bytearray(b"\n".join(file.read_bytes() for file in files))
     if len(text) <= context:
         raise ValueError(f"--context {context} needs a longer text than {len(text)} bytes: choose less, or fewer ranks")
@@ -87,9 +87,9 @@ def windows_of(files: Sequence[Path], context: int) -> Tensor:
 
 
 def draw(options: Options, text: Tensor, step: int, micro_batch: int) -> tuple[Tensor, list[bool]]:
-    """A micro-batch of this rank, [batch, context + 1], and the layers that it keeps.
+    """Return a micro-batch of this rank, [batch, context + 1], and for each layer whether to run it.
 
-    Both depend on these numbers alone, so a resumed run draws what an unbroken one does.
+    Both depend only on the arguments and the rank, so a resumed run draws the same as an uninterrupted one.
     """
     shared = random.Random(f"{options.seed} {step} {micro_batch}")
     own = random.Random(f"{options.seed} {step} {micro_batch} {dist.get_rank()}")
@@ -102,7 +102,7 @@ def draw(options: Options, text: Tensor, step: int, micro_batch: int) -> tuple[T
 
 
 class Training:
-    """A model, the optimizer that ZeRO shards, and the steps that they take together."""
+    """A model, its sharded optimizer, and the training loop."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.options, self.device, self.folder = options, device, options.out / "checkpoints"
@@ -120,7 +120,7 @@ class Training:
         self.losses: list[Tensor] = []  # of the steps that the history lacks: reading them would wait for the device
 
     def run(self, text: Tensor, validation: Tensor) -> None:
-        """The steps that are left, on windows drawn from ``text``, each rank's own; all share ``validation``."""
+        """Run the remaining steps on windows of this rank's ``text``; ``validation`` is the same on all ranks."""
         options, history, done = self.options, self.history, len(self.history.train)
         if not done:
             self.validate(0, validation)
@@ -143,7 +143,7 @@ class Training:
                     self.save(step)
 
     def backward(self, step: int, text: Tensor) -> None:
-        """The micro-batches of a step. The mean of their losses stays on the device."""
+        """Run forward and backward of a step's micro-batches, and keep their mean loss on the device."""
         losses = []
         for micro_batch in range(self.options.accumulation):
             windows, keep = draw(self.options, text, step, micro_batch)
@@ -154,7 +154,7 @@ class Training:
 
     @torch.no_grad()
     def validate(self, step: int, windows: Tensor) -> None:
-        """Remember the loss over all ``windows``, of which each rank judges its share, with no layer dropped."""
+        """Record the loss over all ``windows``, with no layer dropped; each rank evaluates its share."""
         self.average_losses()
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in torch.split(windows[dist.get_rank() :: dist.get_world_size()], self.options.batch):
@@ -163,7 +163,7 @@ class Training:
         self.history.validation.append((step, nats.item() / len(windows)))
 
     def average_losses(self) -> None:
-        """Average over the ranks what the steps since the last time lost, and remember it."""
+        """Average the losses since the last call over the ranks, and record them."""
         if self.losses:
             mean = torch.stack(self.losses) / dist.get_world_size()
             dist.all_reduce(mean)
@@ -178,7 +178,7 @@ class Training:
         save_checkpoint(path, self.model, self.optimizer, scheduler=self.schedule, extra=extra, keep=keep)
 
     def resume(self) -> Path | None:
-        """Go on from the newest checkpoint, which is returned; None: there is none yet."""
+        """Load the newest checkpoint, and return its path, or None if there is none yet."""
         newest = latest(self.folder, group=dist.group.WORLD)
         if newest is not None and not self.options.resume:
             raise ValueError(f"--out: {newest} is of an earlier run: pass --resume to go on with it, or another --out")
@@ -191,19 +191,19 @@ class Training:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """The share of the highest rate: a linear warm-up, then half a cosine down to a twentieth."""
+    """Return the factor of the peak learning rate: a linear warm-up, then half a cosine down to 0.05."""
     warm_up = max(1, round(0.1 * steps))
     turn = math.pi * (step - warm_up) / max(1, steps - warm_up)
     return (step + 1) / warm_up if step < warm_up else 0.05 + 0.95 * (1 + math.cos(turn)) / 2
 
 
 def due(step: int, steps: int, times: int) -> bool:
-    """Whether what is done ``times`` times in all, evenly and at the last step, is done after this one."""
+    """Return whether an action that runs ``times`` times, evenly spaced and at the last step, is due after ``step``."""
     return step * times // steps > (step - 1) * times // steps
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train on this rank, and report on the first."""
+    """Train, and report on rank 0."""
     options = parse(arguments)
     device = join()
     files = library_sources()

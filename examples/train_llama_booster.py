@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py --save run
     torchrun --standalone --nproc-per-node 4 examples/train_llama_booster.py --resume run
 
-It learns to write Python from the bytes of torch's own ``torch/nn/functional.py``.
+It trains on the bytes of torch's own ``torch/nn/functional.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "
 
 
 def read(path: str) -> Tensor:
-    """A file's bytes in pieces: int64 [pieces, LENGTH]."""
+    """Return a file's bytes in pieces: int64 [pieces, LENGTH]."""
     text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
     return text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH).long()
 
@@ -37,11 +37,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small Llama with ColossalAI's Booster.")
     usual = "bf16" if torch.cuda.is_available() else "fp32"
-    parser.add_argument("--stage", type=int, choices=(1, 2), default=2, help="of ZeRO (default: 2)")
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=2, help="ZeRO stage (default: 2)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default=usual, help=f"default here: {usual}")
     parser.add_argument("--steps", type=int, default=60, help="default: 60")
     parser.add_argument("--save", type=Path, help="save to this directory at the end")
-    parser.add_argument("--resume", type=Path, help="start from what --save left there")
+    parser.add_argument("--resume", type=Path, help="resume from a directory that --save wrote")
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:
         parser.error("start it with torchrun --standalone --nproc-per-node 2 examples/train_llama_booster.py")
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, and say how it goes: what any ColossalAI program does, with this package's plugin."""
+    """Train as with ColossalAI's own plugin, and print the loss and the gradient norm."""
     options = parse(arguments)
     colossalai.launch_from_torch(verbose=False)
     plugin = LowLevelZeroPlugin(stage=options.stage, precision=options.precision, initial_scale=2**16, max_norm=1.0)

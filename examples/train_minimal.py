@@ -1,4 +1,4 @@
-"""The smallest whole script: start from it. It trains in stage 2, clips gradients, saves, and goes on where it stopped.
+"""A minimal training script to start from: stage 2, gradient clipping, checkpoints, and resuming.
 
 torchrun --standalone --nproc-per-node 2 examples/train_minimal.py
 """
