@@ -1,4 +1,4 @@
-"""Construction: what happens once, before the first step.
+"""Construction of an optimizer: checks, agreement between ranks, and sharding of its parameters.
 
 ==========  ===========================================================================================================
 prepare     checks on each rank, the agreement of the ranks, and then slices

@@ -154,7 +154,7 @@ def convert(groups: Iterable[Mapping[str, Any]], dtype: torch.dtype | None) -> N
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """Return a view of ``tensor`` in which each element of an expanded dimension is once."""
+    """Return a view of ``tensor`` without the repetitions of expanded dimensions."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)

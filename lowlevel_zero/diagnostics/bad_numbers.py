@@ -174,7 +174,7 @@ class BadNumbers:
         return f"{found}, in the slice of the sum over ranks that rank {holders} holds"
 
     def _first_bad(self, at_hand: bool) -> _Suspect | None:
-        """Return the first parameter whose slice has a bad gradient, if ``at_hand``, or else a bad master; or None."""
+        """Return the first parameter with a bad gradient, if these are ``at_hand``, or else a bad master; or None."""
         groups = {group.number: group for group in self._groups}
         for gradient in (True, False) if at_hand else (False,):
             for place, record in enumerate(self._parameters):

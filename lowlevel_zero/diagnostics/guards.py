@@ -121,9 +121,9 @@ class Guard:
                 )
 
     def check_same_values(self, uneven: UnevenWrites, records: Sequence[ShardedParameter], group: ShardGroup) -> None:
-        """Raise on all ranks unless unevenly written parameters are alike, which count as edited then. Communicates.
+        """Raise on all ranks unless unevenly written parameters are equal, and add them to ``edited``. Communicates.
 
-        They are if a rank exchanges weights for their averages and back, or writes values that others receive from it.
+        They are equal if a rank swaps weights for averaged ones and back, or writes values that others receive from it.
         """
         written = {record.p: record for record in records if record.name in uneven.names}
         if difference({p: record.name for p, record in written.items()}, group) is not None:
@@ -133,7 +133,7 @@ class Guard:
         self.edited += [record for record in written.values() if record not in self.edited]
 
     def refuse_uneven(self, doing: str, groups: Sequence[ShardedGroup]) -> None:
-        """Raise on all ranks if some have written weights, and others haven't the same values. Communicates.
+        """Raise on all ranks if some have written parameters, and values differ between ranks. Communicates.
 
         Args:
             doing: the call that the ranks make, in words.
@@ -143,7 +143,7 @@ class Guard:
             run_each(partial(self._refuse_uneven, doing, each) for each in groups)
 
     def _refuse_uneven(self, doing: str, group: ShardedGroup) -> None:
-        """Raise on all ranks of ``group`` as ``refuse_uneven`` does. Communicates."""
+        """Raise on all ranks of ``group`` if some have written its parameters, and values differ. Communicates."""
         written = [(record.name, record.writes) for record in group.records if record.writes]
         try:
             agree(group.group, None, None, doing, progress=SyncProgress(written=written))

@@ -143,7 +143,7 @@ class Watch(Thread):
     # ---- asking ----
 
     def _found(self, place: Collective, now: float) -> tuple[str, str] | None:
-        """Return a stalled collective and its missing ranks as text, by asking the other ranks; None: not known yet."""
+        """Ask the other ranks about a stall; return it and the missing ranks as text, None until they answer."""
         if self._question is None:
             leader = self._store.compare_set(_key(place, "leader"), "", str(self.rank))
             leads = str(leader, "ascii") == str(self.rank)

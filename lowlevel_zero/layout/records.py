@@ -144,13 +144,13 @@ class Layout:
 
     @property
     def ranks(self) -> list[int]:
-        """Return the global ranks that share a parameter, in order."""
+        """Return the global ranks that share at least one of the parameters, sorted."""
         groups = dict.fromkeys(p.process_group for p in self.parameters)
         return sorted({rank for group in groups for rank in group})
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that share a parameter."""
+        """Return the number of ranks that share at least one of the parameters."""
         return len(self.ranks)
 
     @property
@@ -160,7 +160,7 @@ class Layout:
 
     @property
     def totals(self) -> dict[int, int]:
-        """Return the bytes that each global rank holds of all parameters together, as far as ``own`` of each tells."""
+        """Return the bytes that each global rank holds, without states that only another rank knows (see ``own``)."""
         found = dict.fromkeys(self.ranks, 0)
         for p in self.parameters:
             owner = p.split.owner

@@ -75,7 +75,7 @@ class StepOnHost(StepOnDevice):
         return partial(HostBucket, self)
 
     def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
-        """Return the masters in ``like``'s dtype on its device, by one H2D copy; they may be written at once."""
+        """Return the masters in ``like``'s dtype on its device, by one H2D copy; masters may be overwritten at once."""
         sizes = [master.numel() for master in masters]
         row = self._buffer(sum(sizes), like.dtype)
         lay_end_to_end(row, masters)

@@ -71,7 +71,7 @@ def estimate(
     split: str | None = ZeroOptions.split,
     cost: Cost | None = ZeroOptions.cost,
 ) -> Estimate:
-    """Estimate what each of ``world_size`` ranks will hold, without starting ranks or allocating memory.
+    """Estimate the bytes that each of ``world_size`` ranks will hold, without starting ranks or allocating the model.
 
     The splits and the buckets are those that a run makes. A number of elements is cut into parameters that fill a
     bucket each. Stage 0 is DDP with ``gradient_as_bucket_view=True``, where each rank steps all masters, on the host
