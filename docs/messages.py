@@ -12,11 +12,11 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[1] / "lowlevel_zero"
 HEAD = """# Errors and warnings
 
-Every error and warning of the package, by what you see, collected from its source. Words in braces stand for what your
-run has there: names of parameters, ranks, numbers. [When something goes wrong](../when-something-goes-wrong.md) tells
-what else happens then.
+All errors and warnings of the package by symptom, collected from its source. Words in braces stand for values of your
+run: names of parameters, ranks, numbers. [When something goes wrong](../when-something-goes-wrong.md) explains the
+most common ones.
 """
-# What a user sees, and the files whose messages tell of it: a file, or all of a folder.
+# Symptoms, and the files or folders whose messages belong to each.
 SYMPTOMS = {
     "The optimizer can't be constructed": (
         "bookkeeping/parameter_store.py",
@@ -62,7 +62,7 @@ SYMPTOMS = {
     "ColossalAI's Booster raises or warns": ("plugin",),
     "A trainer raises": ("trainers",),
 }
-# Messages that no user meets: of what can't be, and reasons that another message gives.
+# Messages that no user meets: of internal errors, and reasons that other messages contain.
 INTERNAL = ("AssertionError", "TransportError", "UnpicklingError")
 INTERNAL_FILES = ("communication/memory_file.py", "communication/work.py", "partition.py")
 
@@ -75,15 +75,16 @@ class Message(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, str]:
-        """Return what happened, and what to do: the text behind the colon, else what was expected."""
+        """Return the message without its remedy, and the remedy; if it has none, to pass the expected value."""
         start = max(self.text.find(word) for word in ("got ", "found ", "expected "))
         for remedy in re.finditer(r": (?=[^{%])|\. (?=[A-Z])", self.text):
             if remedy.start() > start and " " in self.text[: remedy.start()]:
                 return self.text[: remedy.start()], self.text[remedy.end() :]
         expected = re.search("expected (.+), (?:got|found) ", self.text)
-        if expected is not None and self.kind != "RuntimeError":
+        if expected is not None and self.kind not in ("RuntimeError", "AssertionError"):
             return self.text, f"pass {expected[1]}"
-        return self.text, "see the reason that it gives" if self.text.endswith("}") else ""
+        has_reason = self.text.endswith("}") or self.kind == "AssertionError"
+        return self.text, "read the reason in the message" if has_reason else ""
 
 
 def text_of(node: ast.expr, constants: dict[str, str]) -> str:
