@@ -46,14 +46,14 @@ def check_optimizer(optimizer: object, model: object) -> None:
     own = set() if model is None else set(model.parameters())
     if model is not None and not any(p in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "model: expected the module whose parameters the optimizer holds, got one that it holds none of: "
-            "make the optimizer from model.parameters() of this very module"
+            "model: expected the module whose parameters the optimizer holds, got one without any of them: "
+            "make the optimizer from model.parameters() of the same module"
         )
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not trained:
         raise ValueError(
             "optimizer: expected at least one parameter with requires_grad=True, got none: "
-            "unfreeze what is to be trained before constructing the optimizer"
+            "unfreeze the parameters to train before constructing the optimizer"
         )
 
 
@@ -116,7 +116,7 @@ def check_no_list_of_its_own(optimizer: Optimizer, trained: Sequence[Tensor]) ->
             if (isinstance(each, Tensor) and each in params) or (type(each) is int and each in ids):
                 raise TypeError(
                     f"optimizer: expected {type(optimizer).__name__} to find its parameters in param_groups, where "
-                    f"slices take their place, found a list of its own in .{name}: let it loop over param_groups"
+                    f"slices replace them, found a separate list in .{name}: let it loop over param_groups"
                 )
         held = tree_leaves(value) if isinstance(value, (list, tuple)) and id(value) not in groups else ()
         if [getattr(each, "shape", None) for each in held] == shapes:
@@ -150,7 +150,7 @@ def _check_own_memory(named: Mapping[Tensor, str]) -> None:
     if pair is not None:
         one, other = (list(named.values())[place] for place in pair)
         raise ValueError(
-            f"{other}: expected memory of its own, got some that {one} holds too: "
+            f"{other}: expected memory of its own, got memory that {one} uses too: "
             "tie weights by using one Parameter object in both places"
         )
 
@@ -162,7 +162,7 @@ def _check_one_device(named: Mapping[Tensor, str]) -> None:
         if p.device != device:
             raise ValueError(
                 f"{name}: expected it on {device}, where {first} is, got it on {p.device}: an optimizer trains the "
-                "parameters of one device: move the model to one (model.to(device)), or freeze what is elsewhere"
+                "parameters of one device: move the model to one (model.to(device)), or freeze those on other devices"
             )
 
 
@@ -210,8 +210,8 @@ def check_has_values(model: nn.Module | None) -> None:
             )
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(
-                f"{name}: expected a tensor whose memory has its values, got a conjugate or negative view, which can't "
-                "be broadcast: make it one with resolve_conj().resolve_neg()"
+                f"{name}: expected a tensor that can be broadcast, got a conjugate or negative view: "
+                "materialise it with resolve_conj().resolve_neg()"
             )
 
 
@@ -231,7 +231,7 @@ def _check_steps_on_host(optimizer: Optimizer) -> None:
         if group.get("capturable"):
             raise ValueError(
                 f"cpu_offload=True: expected an optimizer that can step on the host, got capturable=True in param "
-                f"group {at}, whose kernels are the device's: leave capturable out"
+                f"group {at}, whose kernels run on the device only: leave capturable out"
             )
         tensors = [key for key, value in group.items() if isinstance(value, Tensor) and value.device.type != "cpu"]
         if tensors:

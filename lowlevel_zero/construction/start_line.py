@@ -95,8 +95,8 @@ def log_start(optimizer: Sharded) -> None:
     way = ranks.describe_backend(device)
     if options.communication.fp8 and way is not None:
         _log.warning(
-            "fp8_communication: rounding on the host takes longer than it saves, but over a link between hosts of "
-            "less than about 4 Gbit/s"
+            "fp8_communication: on CPUs rounding takes longer than it saves, except over a link between hosts of less "
+            "than about 4 Gbit/s: leave it out unless your link is slower"
         )
     with _shown():
         _log.info(

@@ -210,8 +210,8 @@ def _read_all(
     held = records_of(named.values())
     if not held:
         raise ValueError(
-            f"model: expected parameters of a LowLevelZeroOptimizer that is alive, got a {type(model).__name__} of "
-            "which none holds any: pass the module that was trained, and keep its optimizer"
+            f"model: expected parameters of a LowLevelZeroOptimizer that is alive, got a {type(model).__name__} "
+            "without any: pass the module that was trained, and keep a reference to its optimizer"
         )
     found: dict[Tensor, Tensor | None] = {}
     known: dict[Keys, str] = {}
@@ -275,7 +275,7 @@ def _owner_of(param: Tensor) -> tuple[ShardedOptimizer, ShardedParameter]:
         )
     raise ValueError(
         f"param: expected a parameter of a LowLevelZeroOptimizer that is alive, got {kind} that none holds: pass the "
-        "model's own parameter, not a copy or a view, and keep its optimizer"
+        "model's own parameter, not a copy or a view, and keep a reference to its optimizer"
     )
 
 
@@ -384,6 +384,6 @@ def _check_number(value: object, held: object, record: ShardedParameter) -> None
         if not (each.numel() == 1 if isinstance(each, Tensor) else isinstance(each, (int, float))):
             got = f"a tensor of {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
             raise TypeError(
-                f"{record.name}: expected a state that is one number, and one number for it, got {got}: pass one "
-                "number, as for a step count; a state of neither one number nor the parameter's shape can't be set"
+                f"{record.name}: expected a state and a value that are single numbers, got {got}: pass one number, as "
+                "for a step count; only single numbers and states of the parameter's shape can be set"
             )

@@ -99,7 +99,7 @@ def _stage(path: str, value: Any) -> int:
         raise TypeError(f"{path}: expected 0, 1 or 2, got {type(value).__name__} {value!r}")
     if value not in (0, 1, 2):
         why = "torch.distributed.fsdp.fully_shard shards parameters"
-        raise ValueError(f"{path}: expected 0, 1 or 2, got {value!r}, which has no equal here: {why}")
+        raise ValueError(f"{path}: expected 0, 1 or 2, got {value!r}, which this package doesn't have: {why}")
     return max(value, 1)
 
 

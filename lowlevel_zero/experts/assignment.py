@@ -81,8 +81,8 @@ def assign(pg_to_param_list: Any, dp: ShardGroup, names: dict[Tensor, str], mode
     groups = [pg for pg in dict.fromkeys(in_order) if set(_ranks(pg)) != set(_ranks(dp.group))]
     if groups and dp.ranks > dp.size:
         raise ValueError(
-            f"hybrid_shard=True: expected no {_KEYWORD}, got groups in it that share less: shard over both levels, "
-            "or let experts be shared as the rest is"
+            f"hybrid_shard=True: expected no {_KEYWORD}, got process groups of fewer ranks in it: pass "
+            f"hybrid_shard=False, or leave {_KEYWORD} out"
         )
     number = {pg: at for at, pg in enumerate(groups, 1)}
     number_of = {p: 0 for p in names if p.requires_grad} | {p: number.get(pg, 0) for p, pg in group_of.items()}
@@ -97,7 +97,7 @@ def _groups_by_parameter(
     if not isinstance(pg_to_param_list, Mapping):
         raise TypeError(
             f"{_KEYWORD}: expected a dict of lists by process group, got {type(pg_to_param_list).__name__}: pass such "
-            "a dict, or None where there are no experts; a module is passed once, as model"
+            "a dict, or None if there are no experts; pass the module as model only"
         )
     found: dict[Tensor, dist.ProcessGroup] = {}
     for pg, members in pg_to_param_list.items():
@@ -111,7 +111,7 @@ def _groups_by_parameter(
             if p not in known:
                 raise ValueError(
                     f"{_KEYWORD}: expected parameters of the optimizer, got a {tuple(p.shape)} tensor that it doesn't "
-                    "hold: list the very parameters that the optimizer was made from"
+                    "hold: list the same Parameter objects that the optimizer was made from"
                 )
             if p in found:
                 raise ValueError(
@@ -122,7 +122,7 @@ def _groups_by_parameter(
 
 
 def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
-    """Raise unless one entry has a list of parameters under a group within the data-parallel one."""
+    """Raise unless an entry is a list of parameters under a group of some of the data-parallel ranks."""
     if not isinstance(members, (list, tuple)):
         raise TypeError(
             f"{_KEYWORD}: expected a list of parameters for each process group, got {type(members).__name__}: pass "
@@ -131,8 +131,8 @@ def _check_entry(pg: Any, members: Any, dp: ShardGroup) -> None:
     if pg == dist.GroupMember.NON_GROUP_MEMBER:
         if members:
             raise ValueError(
-                f"{_KEYWORD}: expected process groups that this rank belongs to, got parameters for one without it: "
-                "list what this rank has, under groups of which it is a member"
+                f"{_KEYWORD}: expected process groups that this rank belongs to, got parameters under another one: "
+                "list only this rank's parameters, under groups that it belongs to"
             )
         return
     if not isinstance(pg, dist.ProcessGroup):
@@ -168,16 +168,16 @@ def add_companions(number_of: dict[Tensor, int], model: nn.Module | None) -> Non
 
 
 def check_listed(new: Iterable[Tensor], names: Mapping[Tensor, str], parameters: ParameterStore) -> None:
-    """Raise ``ValueError`` if one of ``new`` parameters has experts beside it, and isn't listed under a group.
+    """Raise ``ValueError`` if one of the ``new`` parameters belongs to the experts, but isn't listed under a group.
 
-    While it was frozen it counted as the experts'. A frozen layer that all ranks share may look the same.
+    While it was frozen it was assigned to the experts of its module. A frozen layer that all ranks share is, too.
     """
     for p in new:
         if parameters.shard_group_of(p) and p not in parameters.listed:
             raise ValueError(
-                f"{names[p]}: expected it in a list of {_KEYWORD}, since what else was trained in its module at "
-                "construction is experts', got it in none: construct the optimizer with it under the experts' group, "
-                "or under that of all data-parallel ranks if they share it"
+                f"{names[p]}: expected it in a list of {_KEYWORD}, since all other trained parameters of its module "
+                "are experts', got it in none: construct the optimizer with it listed under the experts' group, or, "
+                "if all data-parallel ranks share it, under their group"
             )
 
 
@@ -204,7 +204,7 @@ def make_groups(
 
 
 def _check_parts(dp: ShardGroup, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise ``ValueError`` on all ranks unless the members of each group list it alike. Communicates."""
+    """Raise ``ValueError`` on all ranks unless all members of each group list parameters under it. Communicates."""
     own = [(_ranks(pg), pg.group_name) for pg in groups]
     gathered = dict(zip(_ranks(dp.group), dp.all_gather_object(own), strict=True))
     for at in range(len(groups)):

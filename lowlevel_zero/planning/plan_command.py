@@ -113,7 +113,9 @@ def _made(name: str) -> nn.Module:
                 "returns the model"
             ) from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"--model: expected {name} to return a torch.nn.Module, got {type(model).__name__}")
+        raise ValueError(
+            f"--model: expected {name} to return a torch.nn.Module, got {type(model).__name__}: name one that does"
+        )
     return model
 
 

@@ -56,7 +56,8 @@ def made_optimizer(optimizer: OptimizerLike) -> tuple[Optimizer, Maker | None]:
         if isinstance(made, Optimizer):
             return made, make
         raise TypeError(
-            f"optimizer: expected {optimizer!r} to return a torch.optim.Optimizer, got {type(made).__name__}"
+            f"optimizer: expected {optimizer!r} to return a torch.optim.Optimizer, got {type(made).__name__}: pass a "
+            "function that returns one"
         )
     raise ValueError(
         f"optimizer: {optimizer!r} could not be made of parameters alone ({error}): pass an optimizer, or a function "

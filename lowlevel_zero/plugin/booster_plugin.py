@@ -50,7 +50,9 @@ class LowLevelZeroPlugin(ColossalAIsPlugin):  # type: ignore[misc]  # ColossalAI
                 f"{keywords['extra_dp_size']!r}"
             )
         if self.use_fp8:
-            raise NotImplementedError(f"use_fp8={self.use_fp8!r} is not available yet: leave use_fp8 out")
+            raise NotImplementedError(
+                f"use_fp8: expected False, got {self.use_fp8!r}: leave it out; fp8_communication=True sends fp8"
+            )
 
     # ---- what Booster asks ----
 
@@ -150,5 +152,5 @@ def _check_pair(model: object, optimizer: object) -> None:
         if p not in own:
             raise ValueError(
                 f"optimizer: expected parameters of the model, got others, first {name}, {tuple(p.shape)}: make the "
-                "optimizer with model.parameters() of the very model that is boosted, not of a copy"
+                "optimizer with model.parameters() of the model that is boosted, not of a copy"
             )

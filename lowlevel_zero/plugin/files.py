@@ -91,7 +91,7 @@ def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: 
 
 
 def check_file_target(path: str, use_safetensors: bool = False) -> None:
-    """Raise unless a file can be written at ``path``, whose name ends in ``.safetensors`` if it is one."""
+    """Raise unless a file can be written at ``path``, and ends in ``.safetensors`` if ``use_safetensors`` is set."""
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(
@@ -102,7 +102,7 @@ def check_file_target(path: str, use_safetensors: bool = False) -> None:
     if use_safetensors and target.suffix != ".safetensors":
         raise ValueError(
             f"{path}: expected a file name that ends in .safetensors, with use_safetensors=True or use_async=True, got "
-            "another: name the file so"
+            f"{target.name}: name it {target.stem}.safetensors"
         )
 
 

@@ -27,7 +27,7 @@ def add_lora_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
     if not isinstance(model, PeftModel):
         raise ValueError(
             f"model: expected what booster.enable_lora returned, got a {type(model).__name__}: "
-            "boost the model with the adapters, or make a plugin of its own for the one without"
+            "boost the model with the adapters, or make another plugin for the model without them"
         )
     if optimizer is None or isinstance(optimizer, BoostedOptimizer):
         return

@@ -145,8 +145,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Raise ``NotImplementedError``: ``Join`` needs DDP."""
         raise NotImplementedError(
-            "join_uneven_inputs: expected batches that are as many on every rank, as accelerate's loaders give them "
-            "(even_batches=True), got a Join context, which needs DDP"
+            "join_uneven_inputs: expected the same number of batches on every rank, got a Join context, which needs "
+            "DDP: prepare the data loader with even_batches=True"
         )
 
     # ---- checkpoints: accelerate's, and a folder for each optimizer, in which every rank writes its slices ----

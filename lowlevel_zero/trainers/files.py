@@ -45,7 +45,7 @@ def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -
             if not file.is_file():
                 raise FileNotFoundError(
                     f"{folder}: expected an optimizer's slices there, or a file {file.name} beside it, found neither: "
-                    "load a checkpoint whose save was not broken off, and that the hosts of all ranks see"
+                    "load a checkpoint whose save was completed, from a file system that all hosts share"
                 )
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         lines.append("a folder of slices" if state is None else "a whole state's file")

@@ -50,7 +50,9 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
         super().__init__(**options)
         others = [*self._ddp_kwargs, *(name for name in options if name.startswith(("ddp_", "model_averaging")))]
         if others:
-            raise TypeError(f"ZeroStrategy: expected no option of DistributedDataParallel, got {', '.join(others)}")
+            raise TypeError(
+                f"ZeroStrategy: expected no option of DistributedDataParallel, got {', '.join(others)}: leave it out"
+            )
 
     def configure_ddp(self) -> None:
         """Do nothing: the module stays unwrapped."""
@@ -61,8 +63,8 @@ class ZeroStrategy(DDPStrategy):  # type: ignore[misc]
             raise ValueError("precision: expected no GradScaler, got '16-mixed': use 'bf16-mixed' or 'bf16-true'")
         if any(hasattr(each, "unfreeze_and_add_param_group") for each in trainer.callbacks):
             raise TypeError(
-                "callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices: use "
-                "add_param_group"
+                "callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices, got one: call "
+                "optimizer.add_param_group in a hook of your own"
             )
         super().setup_optimizers(trainer)
         if not any(each.param_groups for each in self.optimizers):  # Lightning's stand-in for None has none

@@ -78,7 +78,7 @@ def test_one_line_at_the_start_on_rank_zero_and_another_where_fp8_costs_time() -
 
     (line, costs, _), second = run_ranks(live, 2)
     assert line.startswith("ZeRO stage 2: 15 elements in 2 parameters over 2 ranks, ")
-    assert costs.startswith("fp8_communication: rounding on the host takes longer than it saves")
+    assert costs.startswith("fp8_communication: on CPUs rounding takes longer than it saves")
     assert second == []
 
 

@@ -166,7 +166,7 @@ OBJECTS = [
     Wrong(
         "a model that the optimizer knows nothing of",
         construct(model=net()),
-        Refused(ValueError, "model: .* holds none of: .*model.parameters"),
+        Refused(ValueError, "model: .* without any of them: .*model.parameters"),
     ),
     Wrong(
         "a sparse embedding",
@@ -277,7 +277,7 @@ OBJECTS = [
         Wrong(
             f"a buffer that is a {name} view",
             construct(with_a_buffer("odd", make)),
-            Refused(ValueError, "odd: expected a tensor whose memory has its values"),
+            Refused(ValueError, "odd: expected a tensor that can be broadcast"),
         )
         for name, make in {"conjugate": conjugate, "negated": lambda: conjugate().imag}.items()
     ),
@@ -307,18 +307,18 @@ OBJECTS = [
     Wrong(
         "a later parameter in memory of a sharded one",
         add(lambda model: [nn.Parameter(model[0].bias.data[2:4])]),
-        Refused(ValueError, "expected memory of its own, got some that .* holds too"),
+        Refused(ValueError, "expected memory of its own, got memory that .* uses too"),
     ),
     Wrong(
         "an optimizer with a list of parameters of its own",
         construct(lambda model: HoldsItsParameters(of_trained_ones(model))),
-        Refused(TypeError, "expected HoldsItsParameters to find .* found a list of its own in .all"),
+        Refused(TypeError, "expected HoldsItsParameters to find .* found a separate list in .all"),
     ),
     *(
         Wrong(
             f"an optimizer with {what}",
             construct(lambda model, make=make: HoldsThemIn(of_trained_ones(model), make)),  # type: ignore[misc]
-            Refused(TypeError, "expected HoldsThemIn to find .* found a list of its own in .kept"),
+            Refused(TypeError, "expected HoldsThemIn to find .* found a separate list in .kept"),
         )
         for what, make in HOLDING.items()
     ),

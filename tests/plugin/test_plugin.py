@@ -377,7 +377,7 @@ def norm_of_no_type(rank: int, world_size: int) -> None:
 
 MISTAKES: dict[str, tuple[Any, ...]] = {
     "stage": (option(stage=3), "AssertionError: ", "only supports stage 1/2"),
-    "fp8": (option(use_fp8=True), "NotImplementedError: use_fp8=True is not available yet"),
+    "fp8": (option(use_fp8=True), "NotImplementedError: use_fp8: expected False, got True"),
     "no groups": (
         option(extra_dp_size=0),
         "ValueError: extra_dp_size: expected a number of groups to split the ranks into, at least 1, got 0",

@@ -123,7 +123,7 @@ def test_what_has_an_equal(config: dict[str, Any], expected: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("config", "path", "says"),
     [
-        (zero(stage=3), "zero_optimization.stage", "got 3, which has no equal here"),
+        (zero(stage=3), "zero_optimization.stage", "got 3, which this package doesn't have"),
         (zero(stage="2"), "zero_optimization.stage", "got str '2'"),
         (zero(stage=2, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device", "'nvme'"),
         (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size", "at least 1"),

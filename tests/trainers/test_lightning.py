@@ -504,7 +504,7 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "other layers later": (
         mistake(Net, callbacks=[Unfreeze()]),
-        "TypeError: callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices: use add_",
+        "TypeError: callbacks: expected no BaseFinetuning, which looks for parameters in groups of slices, got one",
     ),
     "no optimizer": (
         mistake(lambda: Own(lambda module: None)),
