@@ -340,12 +340,15 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:
-    """Return each module that overrides ``get_extra_state``, once, by the name of that entry in a state dict."""
-    found: dict[str, nn.Module] = {}
-    for name, _, module in named_modules(model):
-        if type(module).get_extra_state is not nn.Module.get_extra_state and module not in found.values():
-            found[joined(name, _EXTRA)] = module
-    return found
+    """Return the modules that override ``get_extra_state`` by the names of that entry in a state dict.
+
+    A module in several places has as many of them.
+    """
+    return {
+        joined(name, _EXTRA): module
+        for name, _, module in named_modules(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _ranks_of(group: ShardGroup) -> tuple[int, ...]:

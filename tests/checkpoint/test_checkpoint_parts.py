@@ -389,6 +389,25 @@ def test_tensors_among_extra_states_are_the_first_rank_s_for_torch_s_tools(rank:
     assert [each.sum().item() for each in states.values()] == [0.0] * 4
 
 
+def test_a_consolidated_module_that_is_in_two_places_has_its_extra_state_in_both(tmp_path: Path) -> None:
+    """As in its model's own state dict, which torch wants to have all names of."""
+
+    def made(value: float) -> nn.Module:
+        kept = Keeping(torch.full((3,), value))
+        return nn.ModuleDict({"one": kept, "other": kept, "linear": nn.Linear(2, 2)})
+
+    def save(rank: int, world_size: int) -> None:
+        save_checkpoint(tmp_path / "a", *wrapped(model := made(1.0)))
+        load_checkpoint(tmp_path / "a", *wrapped(again := made(2.0)))
+        check_same(model["one"].kept, again["one"].kept)
+
+    run_ranks(save, 1)
+    assert main(["consolidate", str(tmp_path / "a"), str(tmp_path / "out")]) == 0
+    model = made(2.0)
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    assert model["one"].kept.tolist() == [1.0] * 3
+
+
 @on_ranks(2, ("checkpoint", "checkpoint, async"))
 def test_tensors_among_extra_states_may_lie_in_any_memory_order_or_be_conjugated(
     rank: int, way: str, tmp_path: Path
