@@ -307,7 +307,7 @@ class _Owner(NamedTuple):
 
 
 def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _Owner]:
-    """Map each parameter to the optimizer that trains it (raises if two do), or to the first with it in a group."""
+    """Map each parameter to the optimizer that trains it (raises if two do), or to one that has it in a group."""
     found: dict[Tensor, _Owner] = {}
     for name, optimizer in optimizers.items():
         store = optimizer.sharded_parameters
@@ -316,7 +316,7 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
                 record, former = store.find(p), found.get(p)
                 if former is None or former.record is None:
                     ranks = store.shard_groups[store.shard_group_of(p)]
-                    found[p] = _Owner(name, at, record, ranks) if record or not former else former
+                    found[p] = _Owner(name, at, record, ranks)
                 elif record is not None:
                     raise ValueError(
                         f"{record.name}: expected one optimizer that trains it, got {called(former.optimizer)} and "
