@@ -218,8 +218,3 @@ class GradientSyncs:
     def shares_order(self) -> bool:
         """Return whether several optimizers share one order of reductions on a device."""
         return self.in_order and self._ranks.context.is_shared
-
-    @property
-    def idle(self) -> bool:
-        """Return whether no sync is open and no reduction is under way."""
-        return not self.buckets.is_open and not self.buckets.in_flight

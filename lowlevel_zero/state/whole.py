@@ -145,6 +145,8 @@ class WholeState(NamedTuple):
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state dict, plain torch's or ``state_dict``'s, the same on every rank. Communicates.
 
+        The caller has finished the syncs.
+
         Raises (on all ranks; nothing has been changed then):
             TypeError: not a mapping.
             ValueError: its class, groups or shapes aren't this optimizer's, or ranks have different ones.
@@ -164,10 +166,9 @@ class WholeState(NamedTuple):
         extras = state_dict.get(EXTRAS) or {}
         shards = [state_dict["state"], {ADDED: added_to(state_dict)}]
         self.load_shards(state_dict["param_groups"], shards, extras)
-        if all(group.reducer.syncs.idle for group in self.groups):
-            for group, plan in zip(self.groups, extras.get(PLANS, []), strict=False):
-                if plan is not None and len(plan["order"]) == len(group.records):
-                    group.reducer.syncs.restore_plan(PlanState(**plan))
+        for group, plan in zip(self.groups, extras.get(PLANS, []), strict=False):
+            if plan is not None and len(plan["order"]) == len(group.records):
+                group.reducer.syncs.restore_plan(PlanState(**plan))
 
     def load_shards(
         self,
