@@ -25,7 +25,7 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
     ``world_size`` None: as many ranks as shared it when it was saved (replicas aside).
 
     Raises:
-        ValueError: fewer than one rank; another number of ranks for experts.
+        ValueError: another number of ranks for experts.
     """
     optimizers = checkpoint.objects.optimizers.values()
     parameters = [p for settings in optimizers for p in _parameters(checkpoint, settings, world_size)]
@@ -50,8 +50,6 @@ def _ranks(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | No
     """Return ``world_size`` ranks, by default as many as at the save; ``ValueError`` for others with experts."""
     saved_by = settings["slices"]
     size = saved_by if world_size is None else world_size
-    if size < 1:
-        raise ValueError(f"world size: expected at least 1 rank, got {size}")
     if checkpoint.manifest.experts and size != saved_by:
         raise ValueError(
             f"world size: expected {saved_by}, which saved it, got {size}: by how many of these each expert would be "
