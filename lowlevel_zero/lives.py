@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -48,8 +48,12 @@ def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[Sharded
 
 def refuse_wrapped(optimizer: object) -> None:
     """Raise ``TypeError`` for a ``ShardedOptimizer``, and for one that holds slices, as one it wraps or wrapped."""
-    first = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"][:1])
-    if isinstance(optimizer, ShardedOptimizer) or any(p in first_slices for p in first):
+    groups = getattr(optimizer, "param_groups", ())
+    first = (p for group in groups for p in group["params"][:1])
+    held = set(map(id, chain.from_iterable(group["params"] for group in groups)))
+    slices = chain.from_iterable(each.sharded_parameters.slices for each in alive())
+    trained = not all(held.isdisjoint(map(id, members)) for members in slices)
+    if isinstance(optimizer, ShardedOptimizer) or trained or any(p in first_slices for p in first):
         raise TypeError(
             f"optimizer: expected a plain optimizer, got {type(optimizer).__name__} that is sharded already, or shards "
             "another one: wrap each optimizer once, and make a new one from the model's parameters to train it again"

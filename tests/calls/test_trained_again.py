@@ -176,7 +176,9 @@ def over_slices(rank: int, world_size: int) -> None:
     """Of an optimizer that trains on, and of none: whoever takes the wrapped one for a plain one is told."""
     model, _, later = taken(rank)
     own = later.optim
-    for sharded in (own, torch.optim.SGD(own.param_groups[0]["params"], lr=0.1), later):
+    slices = own.param_groups[0]["params"]
+    behind = [nn.Parameter(torch.ones(2)), slices[1]]
+    for sharded in (own, torch.optim.SGD(slices, lr=0.1), torch.optim.SGD(behind, lr=0.1), later):
         with pytest.raises(TypeError, match="expected a plain optimizer, got .* wrap each optimizer once"):
             LowLevelZeroOptimizer(sharded)
     steps(Together(rank), model, later, range(2))
