@@ -143,6 +143,16 @@ def functions_that_look_for_the_optimizer_of_a_parameter_find_the_later_one(rank
     assert former.is_retired
 
 
+def gradients_that_were_not_reduced_stay_unless_the_loss_was_scaled(rank: int, world_size: int) -> None:
+    for dtype, stay in ((torch.float32, True), (torch.float16, False)):
+        model = net().to(dtype)
+        former = LowLevelZeroOptimizer(momentum(model), model=model)
+        with former.no_sync():
+            former.backward(loss_at(model, 2)(rank))
+        LowLevelZeroOptimizer(momentum(model), model=model)
+        assert {type(p.grad) for p in model.parameters()} == {Tensor if stay else type(None)}
+
+
 # ---- what retires nothing ----
 
 
@@ -202,6 +212,7 @@ CHECKS = [
     whatever_is_asked_of_a_retired_optimizer_raises,
     it_gives_hooks_gradients_slices_states_and_memory_back,
     functions_that_look_for_the_optimizer_of_a_parameter_find_the_later_one,
+    gradients_that_were_not_reduced_stay_unless_the_loss_was_scaled,
     a_refused_construction,
     within_a_backward,
     over_slices,
