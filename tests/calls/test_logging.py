@@ -141,8 +141,10 @@ def shown(rank: int, world_size: int, set_up: Callable[[], object]) -> str:
     logging.disable(logging.NOTSET)
     with redirect_stderr(io.StringIO()) as written:
         set_up()
+        level = logging.getLogger("lowlevel_zero").level
         model = nn.Linear(4, 3)
         LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=2)
+        assert logging.getLogger("lowlevel_zero").level == level
         if rank == 1:
             logging.getLogger("lowlevel_zero").warning("told")
     return written.getvalue()
