@@ -115,6 +115,33 @@ def test_adding_what_is_there_already_is_refused_and_changes_nothing(rank: int) 
     assert len(optimizer.param_groups) == 1
 
 
+@on_ranks(2, (torch.float32, torch.bfloat16))
+def test_a_later_parameter_takes_the_dtype_that_is_forced(rank: int, dtype: torch.dtype) -> None:
+    """Also one of fp16, whose loss would have to be scaled if it stayed so."""
+    model, late = net(), nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = LowLevelZeroOptimizer(momentum(model), model=model, forced_dtype=dtype)
+    optimizer.add_param_group({"params": [late]})
+    assert late.dtype == dtype
+    optimizer.backward((late * (rank + 1.0)).sum())
+    optimizer.step()
+    assert (late < 1).all()
+
+
+@on_ranks(2)
+def test_the_name_of_an_unfrozen_parameter_goes_to_its_new_group(rank: int) -> None:
+    model = net()
+    model[1].requires_grad_(False)
+    names = {p: name for name, p in model.named_parameters()}
+    groups = [{"params": list(each.parameters())} for each in (model[:2], model[2:])]
+    named = [{**group, "param_names": [names[p] for p in group["params"]]} for group in groups]
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(named, lr=0.1), model=model)
+    model[1].weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [model[1].weight], "param_names": ["1.weight"]})
+    steps(Together(rank), model, optimizer, [0])
+    told = [group["param_names"] for group in optimizer.state_dict()["param_groups"]]
+    assert told == [["0.weight", "0.bias", "1.bias"], [names[p] for p in model[2:].parameters()], ["1.weight"]]
+
+
 @on_ranks(1)
 def test_an_unfrozen_parameter_is_told_of_though_another_group_has_come_since(rank: int) -> None:
     """It would stay as it is, and keep its gradients."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.layout import traffic_of
+from lowlevel_zero.layout import layout_of, memory_held, traffic_of
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import check_close
 from tests.support.ranks import run_cases
@@ -129,6 +129,20 @@ def test_frozen_parameters_cost_neither_state_nor_traffic(rank: int, stage: str)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert traffic[0] == traffic[1]
     assert 0 <= traffic[0]["gather"] - 4 * trained // 2 <= 128  # by which a row may be padded
+
+
+@on_ranks(2)
+def test_a_layer_that_was_trained_before_it_was_frozen_keeps_no_state(rank: int) -> None:
+    model = net(width=50)
+    inner = adamw(model)
+    model(torch.ones(2, 50)).square().mean().backward()
+    inner.step()
+    inner.zero_grad()
+    model[1].requires_grad_(False)
+    optimizer = LowLevelZeroOptimizer(inner, model=model)
+    assert len(optimizer.state) == 6
+    layout = layout_of(optimizer)
+    assert layout.bytes.states == memory_held(optimizer).states > 0
 
 
 def test_trainable_parameters_of_nobody_are_left_alone() -> None:
