@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowlevel_zero import reducer
+from lowlevel_zero import LowLevelZeroOptimizer, reducer
 from lowlevel_zero.bookkeeping import gradient_sync
 from lowlevel_zero.communication.agreement import agree
 from lowlevel_zero.communication.progress import NORM, REDUCTION, About
@@ -346,6 +346,16 @@ def test_a_thread_watches_each_and_goes_with_it(rank: int) -> None:
         counts.append(len(watchdogs()))
         del again
     assert counts == [0, 3, 0, 0, 1, 0, 0]
+
+
+@on_ranks(3)
+def test_a_thread_watches_the_group_of_experts_too_where_it_has_other_ranks(rank: int) -> None:
+    group = [dist.new_group(ranks) for ranks in ([0, 1], [2])][rank // 2]
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = LowLevelZeroOptimizer(sgd, {group: list(model[1].parameters())}, model=model)
+    assert len(watchdogs()) == (1 if rank == 2 else 2)
+    del optimizer
 
 
 @on_ranks(2, (False, True), one_group=False)

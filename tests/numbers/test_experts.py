@@ -63,6 +63,17 @@ def test_experts_without_twins_send_nothing(rank: int) -> None:
     assert min(dense.values()) > max(experts.values()) == 0
 
 
+@on_ranks(4)
+def test_what_twins_send_each_other_counts_too(rank: int) -> None:
+    run = Run(4, 2)
+    trained = prepare(rank, run)
+    train_step(trained, run, 0, rank)
+    trained.optimizer.step()
+    dense, experts = (group.group.traffic() for group in trained.optimizer.sharded_groups)
+    assert min(experts.values()) > 0
+    assert traffic_of(trained.optimizer) == {purpose: dense[purpose] + experts[purpose] for purpose in dense}
+
+
 @on_ranks(2, product((False, True), (False, True)))
 def test_on_a_device_groups_take_turns(rank: int, bare: bool, as_on_device: bool) -> None:
     """Its communicators want one order on all ranks, whose gradients may come in another one on each.
@@ -357,6 +368,32 @@ def test_experts_that_a_rank_has_frozen_may_be_of_another_dtype(rank: int) -> No
     optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), {alone: list(model["expert"].parameters())}, model=model)
     optimizer.backward(model["dense"](torch.ones(2, 3)).sum())
     optimizer.step()
+
+
+@on_ranks(2, timeout=30)
+def test_experts_of_other_dtypes_are_alike_where_one_is_forced_on_them(rank: int) -> None:
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model = nn.ModuleDict({"dense": nn.Linear(3, 3), "expert": nn.Linear(3, 3)})
+    model["expert"].to(torch.float16 if rank == 0 else torch.float64)
+    listed = {alone: list(model["expert"].parameters())}
+    optimizer = LowLevelZeroOptimizer(sgd(model.parameters()), listed, model=model, forced_dtype=torch.float32)
+    optimizer.backward(model["expert"](model["dense"](torch.ones(2, 3))).sum())
+    optimizer.step()
+    optimizer.verify()
+
+
+@on_ranks(3, timeout=30)
+def test_twins_that_are_handed_over_otherwise_are_refused_on_all_ranks(rank: int) -> None:
+    """Two ranks share an expert, of which one of them adds the bias where the other one adds the weight."""
+    group = [dist.new_group(ranks) for ranks in ([0, 1], [2])][rank // 2]
+    model = nn.ModuleDict({"dense": nn.Linear(3, 3), "expert": nn.Linear(3, 3).requires_grad_(False)})
+    expert = model["expert"]
+    optimizer = LowLevelZeroOptimizer(sgd(model["dense"].parameters()), {group: list(expert.parameters())}, model=model)
+    expert.requires_grad_(True)
+    added = expert.bias if rank == 1 else expert.weight
+    raised, message = (ValueError, "expert.weight of group 1") if rank < 2 else (RuntimeError, "rank 0 could not")
+    with pytest.raises(raised, match=message):
+        optimizer.add_param_group({"params": [added]})
 
 
 @pytest.mark.parametrize("later", [False, True])
