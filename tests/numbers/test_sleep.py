@@ -261,6 +261,29 @@ def test_a_move_that_fails_leaves_everything_as_it_was(rank: int) -> None:
         zero.step()
 
 
+@on_ranks(2)
+def test_a_wake_that_fails_may_be_called_again(rank: int) -> None:
+    """As where the device's memory is still somebody else's."""
+    with two_devices() as mode:
+        _, zero = a_linear(mode)
+        before, move, moved = sides(zero, mode), sleep._move, []
+
+        def fails_once(members: Any, device: torch.device, *args: Any) -> int:
+            moved.append(device)
+            if len(moved) == 2:
+                raise MemoryError("out of memory")
+            return move(members, device, *args)
+
+        zero.offload_states()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sleep, "_move", fails_once)
+            with pytest.raises(MemoryError, match="out of memory"):
+                zero.reload_states()
+            zero.reload_states()
+        assert sides(zero, mode) == before
+        zero.step()
+
+
 MISUSE: dict[str, tuple[Callable[[LowLevelZeroOptimizer, int], Any], str]] = {
     "include": (
         lambda zero, rank: zero.offload_states(include=("masters", "weights")),
