@@ -78,6 +78,20 @@ def test_the_norm_that_clips_is_that_of_edited_gradients(rank: int) -> None:
     torch.testing.assert_close(*ended)
 
 
+@on_ranks(2)
+def test_the_norm_of_16_bit_rows_is_no_number_of_16_bits(rank: int) -> None:
+    norms = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64).bfloat16()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LowLevelZeroOptimizer(inner, model=model, cpu_offload=offload, clip_grad_norm=1.0)
+        optimizer.backward(model(torch.randn(3, 64).bfloat16()).float().square().mean() * (1.0 + rank))
+        optimizer.step()
+        norms.append(optimizer.get_grad_norm())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
 @on_ranks(2, [False, True])
 def test_a_norm_of_inf_clips_as_it_does_on_the_device(rank: int, offload: bool) -> None:
     """Torch multiplies by 0 then: what was inf becomes NaN, and all other gradients are 0."""
