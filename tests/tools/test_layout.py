@@ -112,6 +112,30 @@ def test_before_a_step_and_in_a_group_of_some_ranks() -> None:
     assert {p.group for p in first.parameters} == {0, 1}
 
 
+def test_a_group_of_some_ranks_that_own_parameters_whole() -> None:
+    """Owners are counted by their places in the group, and told by their global ranks."""
+
+    def work(rank: int, world_size: int) -> tuple[Layout, Held] | None:
+        group = torch.distributed.new_group([1, 2])
+        if rank == 0:
+            return None
+        model = nn.Sequential(*(nn.Linear(4, 5 + at, bias=False) for at in range(3))).bfloat16()
+        options = {"dp_process_group": group, "stage": 2, "split": "parameters"}
+        optimizer = LowLevelZeroOptimizer(torch.optim.AdamW(model.parameters()), model=model, **options)
+        return layout_of(optimizer), memory_held(optimizer)
+
+    _, *ranks = run_ranks(work, 3)
+    for rank, (layout, held) in enumerate(ranks, start=1):
+        assert layout.bytes.masters == held.masters
+        assert layout.totals == {each: replace(layout, rank=each).bytes.total for each in (1, 2)}
+        assert layout.totals[rank] == layout.bytes.total
+        elements = dict.fromkeys((1, 2), 0)
+        for p in layout.parameters:
+            elements[p.process_group[p.split.owner]] += p.split.numel
+        assert {each: share.elements for each, share in layout.owned.items()} == elements
+    assert ranks[0][1].masters != ranks[1][1].masters
+
+
 def test_experts_that_fewer_ranks_share() -> None:
     def work(rank: int, world_size: int) -> Layout:
         crossing = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
