@@ -342,6 +342,7 @@ def per_parameter(stage: int, world_size: int, **options: Any) -> float:
 @pytest.mark.parametrize("world_size", [1, 8, 64, 512])
 def test_the_design_s_table(world_size: int) -> None:
     assert per_parameter(0, world_size) == pytest.approx(16)
+    assert per_parameter(0, world_size, micro_batches=4) == pytest.approx(16)  # DDP adds up in its buckets
     assert per_parameter(1, world_size) == pytest.approx(4 + 12 / world_size, rel=1e-3)
     assert per_parameter(2, world_size) == pytest.approx(2 + 14 / world_size, rel=1e-3)
     assert per_parameter(2, world_size, micro_batches=4) == pytest.approx(2 + 16 / world_size, rel=1e-3)
