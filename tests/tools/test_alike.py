@@ -37,6 +37,16 @@ def test_processes_of_its_own_give_the_bits_of_one_process() -> None:
         assert (len(set(found.states)) > 1) == (split == "parameters")  # whole parameters aren't of one size
 
 
+def test_what_is_sent_is_counted_in_all_steps_before_it_goes_on_from_a_state_dict_and_after() -> None:
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+    once, twice, thrice = (
+        assert_trains_alike(adamw, Net, steps, loss=loss, stage=2, split="elements").sent for steps in (1, 2, 3)
+    )
+    assert once == twice == thrice > 0
+
+
 def test_ranks_that_are_there_take_part() -> None:
     def work(rank: int, world_size: int) -> tuple[float, int]:
         found = assert_trains_alike(adafactor, Net, stage=2, clip_grad_norm=0.0)
