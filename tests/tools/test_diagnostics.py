@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import Diagnostics, LossScale, LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.parameter_store import ParameterStore
 from lowlevel_zero.diagnostics.verification import checksum
 from tests.support.cases import check_cases, check_each
 from tests.support.oracle import Odd
@@ -156,6 +157,18 @@ def skipping_goes_on_without_a_limit_and_while_the_scale_falls(rank: int, world_
         assert not torch.equal(before, run.model[0].weight)
 
 
+def each_skipped_step_is_told_on_a_device_if_any_rank_is_verbose(rank: int, world_size: int) -> None:
+    """Else the host reads whether one overflows if the one before did."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParameterStore, "on_host", False)
+        for verbose, told in ((False, ["step 5"]), (True, ["step 2", "step 4", "step 5"])):
+            options = {"initial_scale": 256.0, "hysteresis": 1, "verbose": verbose and rank == 1}
+            run = Run(rank, torch.float16, fused, **options)
+            with listening() as lines:
+                run.train(None, math.inf, None, math.inf, math.inf)
+            assert [line.split(":")[0] for line in lines] == told * (rank == 0)
+
+
 def a_norm_that_is_not_finite_is_told_once_and_again_at_powers_of_two(rank: int, world_size: int) -> None:
     for options in ({}, {"clip_grad_norm": 1.0}, {"overlap_allgather": True}):
         run = Run(rank, torch.float32, **options)
@@ -167,6 +180,18 @@ def a_norm_that_is_not_finite_is_told_once_and_again_at_powers_of_two(rank: int,
             assert "in the slice of the sum over ranks that rank 1 holds" in lines[0]
             assert ", 2 in a row" in lines[1]
             assert ", 4 in a row" in lines[2]
+
+
+def a_norm_that_is_finite_again_begins_the_count_anew(rank: int, world_size: int) -> None:
+    run = Run(rank, torch.float32)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with listening() as lines:
+        for factor in (math.nan, None, math.nan, math.nan):
+            run.train(factor)
+            run.model.load_state_dict(before)
+    told = [line.partition(" in a row")[0] for line in lines]
+    expected = [f"step {step}: the gradient norm is nan, {count}" for step, count in ((1, 1), (3, 1), (4, 2))]
+    assert told == expected * (rank == 0)
 
 
 def error_if_nonfinite_steps_nothing_and_training_goes_on(rank: int, world_size: int) -> None:
@@ -192,7 +217,9 @@ def test_bad_numbers(subtests: pytest.Subtests) -> None:
         what_was_sent_before_a_step_or_a_zero_grad_is_forgotten,
         skipping_ends_when_the_scale_can_fall_no_further,
         skipping_goes_on_without_a_limit_and_while_the_scale_falls,
+        each_skipped_step_is_told_on_a_device_if_any_rank_is_verbose,
         a_norm_that_is_not_finite_is_told_once_and_again_at_powers_of_two,
+        a_norm_that_is_finite_again_begins_the_count_anew,
         error_if_nonfinite_steps_nothing_and_training_goes_on,
     )
     check_each(subtests, 2, checks)
