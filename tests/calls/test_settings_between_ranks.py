@@ -121,6 +121,18 @@ def a_loss_scale_of_one_rank_s_own_is_refused_by_name(rank: int, world_size: int
         assert set(of_all(str(caught.value))) == {str(caught.value)}
 
 
+def settings_that_may_change_in_place_may_go_and_come_back(rank: int, world_size: int) -> None:
+    """They are the last, behind which there is nothing to look at any more."""
+    model = net()
+    optimizer = wrap(model)
+    group = optimizer.param_groups[-1]
+    for held in ({"note": {"decay": 0.5}, "pair": [0.25]}, {}, {"pair": [0.5]}):
+        for key in ("note", "pair"):
+            group.pop(key, None)
+        group.update(held)
+        steps(Together(rank), model, optimizer, [0])
+
+
 class Counted(float):
     """A number that counts how often it is written out."""
 
@@ -268,6 +280,7 @@ CHECKS = [
     settings_in_another_order_are_the_same,
     a_loss_scale_of_one_rank_s_own_is_refused_by_name,
     settings_that_stay_cost_no_exchange_and_are_not_described_again,
+    settings_that_may_change_in_place_may_go_and_come_back,
     all_ranks_refuse_a_step_where_one_has_written_again,
     weights_that_one_rank_exchanges_and_puts_back_are_no_difference,
     values_are_compared_once_where_ranks_have_not_written_alike,
