@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.checkpoint import Sharded, load_checkpoint, read_manifest, read_metadata, save_checkpoint
+from lowlevel_zero.deepspeed import full_fp32_params
 from tests.support.checkpoints import AFTER, BEFORE, Training, check_same, logged
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import groups
 from tests.support.ranks import run_ranks
 from tests.support.saving import Make, Pair, adamw, held, linear, load_by, save_by, wrapped
+from tests.support.scripts import Together, net, steps
 
 WORLD_SIZES = (1, 2, 3)
 WAYS = ("checkpoint", "torch's")
@@ -113,6 +116,27 @@ def test_runs_of_16_bits_go_on_bit_for_bit(rank: int, training: Training, steps:
     for each in (pair, again):
         each.train(range(steps, steps + 3), rank, 3)
     check_same(pair.whole(), again.whole())
+
+
+@on_ranks(2, (*WAYS, "state dict"))
+def test_masters_of_16_bit_parameters_that_have_no_states_come_along(rank: int, way: str, tmp_path: Path) -> None:
+    """Plain SGD keeps nothing else. A checkpoint has those that have been stepped, low bits and all."""
+
+    def made() -> tuple[nn.Module, LowLevelZeroOptimizer]:
+        model = net(seed=1).bfloat16()
+        return model, LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model=model)
+
+    one, two = made(), made()
+    steps(Together(rank), *one, range(3))
+    if way in WAYS:
+        save_by(way, tmp_path / way, *one)
+        load_by(way, tmp_path / way, *two)
+    else:
+        two[0].load_state_dict(one[0].state_dict())
+        two[1].load_state_dict(one[1].state_dict())
+    for pair in (one, two):
+        steps(Together(rank), *pair, range(3, 6))
+    check_same(full_fp32_params(one[0]), full_fp32_params(two[0]))
 
 
 class Counting(torch.optim.SGD):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from lowlevel_zero.communication.shard_group import ShardGroup
 from lowlevel_zero.layout import memory_held
 from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.state.values import Slice, is_slice, slice_state, unshard, whole_slices
+from tests.support.checkpoints import check_same
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import Run, build, groups
 from tests.support.ranks import run_ranks
@@ -190,6 +192,16 @@ def test_a_setting_is_loaded_to_where_it_was(rank: int) -> None:
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"].is_meta
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+
+
+@on_ranks(2)
+def test_a_state_dict_that_was_given_stays_as_it_was(rank: int) -> None:
+    """Step counts too, which the next step counts up in place."""
+    model, optimizer = wrapped(nn.Linear(5, 6), adamw, steps=1)
+    given = optimizer.state_dict()
+    before = copy.deepcopy(given)
+    train(model, optimizer)
+    check_same(before, given)
 
 
 @on_ranks(2)
