@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, storage
+from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint, saving, storage
 from tests.support.checkpoints import AFTER, BEFORE, Training, check_same
 from tests.support.on_ranks import on_ranks
 from tests.support.patching import patch_rank
@@ -162,6 +162,18 @@ def test_a_rank_that_can_not_begin_to_write_leaves_nothing_and_the_next_save_suc
     patch_rank(storage, "claim", claim)
     save_checkpoint(run / "a", *pair)
     assert names_in(run) == {"a"}
+
+
+@on_ranks(2)
+def test_hosts_that_share_no_files_are_told_so_and_each_clears_its_own(rank: int, tmp_path: Path) -> None:
+    """A path is another folder on each of them."""
+    own, write = tmp_path / f"{rank}", saving.CheckpointWriter
+    own.mkdir()
+    patch_rank(saving, "CheckpointWriter", lambda path, *more: write(own / path.name, *more))
+    told = refused(lambda: save_checkpoint(tmp_path / "a", *linear(), rank_state={"rank": rank}))
+    assert "rank 0: RuntimeError: rank 0 doesn't find in " in told
+    assert "save to a file system that all ranks share" in told
+    assert names_in(own) == set()
 
 
 def fail_to_sync(folder: Path, number: int) -> None:

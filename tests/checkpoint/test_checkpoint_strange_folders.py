@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowlevel_zero.checkpoint import latest, save_checkpoint
-from lowlevel_zero.checkpoint.folders import clear_remains, prune, remove
+from lowlevel_zero.checkpoint import folders, latest, save_checkpoint
+from lowlevel_zero.checkpoint.folders import claim, clear_remains, prune, remove
 from lowlevel_zero.checkpoint.manifest import MANIFEST
 from tests.support.ranks import run_ranks
 from tests.support.saving import linear
@@ -30,6 +33,25 @@ def test_remains_of_a_save_are_known_by_any_name(tmp_path: Path, caplog: pytest.
     assert caplog.messages == []
     clear_remains(tmp_path / "step-2.0123456789abcdef.tmp")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_taken_for_remains_before_its_file_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save may clear it in between."""
+    written, lock = tmp_path / "step-1.0123456789abcdef.tmp", folders.fcntl.flock
+    cleared: list[Path] = []
+
+    def lock_late(file: Any, how: int) -> None:
+        if not cleared:
+            cleared.append(written)
+            shutil.rmtree(written)
+        lock(file, how)
+
+    monkeypatch.setattr(folders.fcntl, "flock", lock_late)
+    with claim(written, "__0_0.distcp") as file:
+        assert cleared == [written]
+        assert os.path.samestat(os.fstat(file.fileno()), (written / "__0_0.distcp").stat())
 
 
 @pytest.mark.parametrize("of", HEADS)
