@@ -391,6 +391,20 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(
     assert all(arrived.query() for arrived in copied)
 
 
+def test_home_waits_once_for_a_stream_on_which_a_gradient_has_come() -> None:
+    """Later its owner may capture a graph on it, say."""
+    streams, line = Simulated(torch.device("cpu"), api := Api()), Line()
+    home = api.now
+    with api.stream(line):
+        came = line.work()
+        streams.note_gradient_stream()
+    with streams.home():
+        assert home.comes_after(came)
+    later = line.work()
+    with streams.home():
+        assert not home.comes_after(later)
+
+
 def test_the_host_has_no_streams() -> None:
     streams = streams_of([torch.device("cpu")])
     assert type(streams) is Streams
