@@ -21,7 +21,9 @@ from lowlevel_zero.checkpoint.saved import SavedCheckpoint
 from lowlevel_zero.construction import sharding
 from lowlevel_zero.deepspeed import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from lowlevel_zero.layout import Layout, layout_of, memory_held
+from lowlevel_zero.optim.quantised import slice_multiple
 from lowlevel_zero.optim.splits import choose_splits
+from lowlevel_zero.partition import EvenSplit
 from lowlevel_zero.planning import estimate
 from lowlevel_zero.planning.saved_layout import layout_in
 from tests.support.cases import check_cases, check_each
@@ -143,6 +145,13 @@ def test_torchao_numbers_are_those_of_one_process() -> None:
         assert are == [True, False, False, False]
         for value, exact in zip(values, expected, strict=True):
             assert torch.equal(value, exact)
+
+
+def test_slices_of_just_enough_elements_are_of_whole_blocks_where_the_parameter_is() -> None:
+    """torchao quantises states of 4,096 elements, and of whole blocks alone."""
+    multiple = slice_multiple(adamw8bit([nn.Parameter(torch.zeros(8))]))
+    sizes = {numel: EvenSplit(numel, 2, multiple(numel, 2)).slice_size for numel in (8189, 8191, 8192, 8193)}
+    assert sizes == {8189: 4095, 8191: 4097, 8192: 4096, 8193: 4097}
 
 
 MAKE = {"torchao": adamw8bit, "bitsandbytes": BITSANDBYTES["AdamW8bit"], "Lion": BITSANDBYTES["Lion8bit"]}
