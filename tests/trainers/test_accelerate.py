@@ -409,7 +409,7 @@ def test_a_compiled_model_is_saved_and_named_as_it_is_plain(tmp_path: Path) -> N
 
 
 def prepared_with_others_frozen(rank: int, world_size: int) -> None:
-    """The second optimizer has what the first one trains, frozen: both are reduced and saved."""
+    """The second optimizer has what the first one trains, frozen: both are reduced and saved, until one retires."""
     with launched(rank, world_size):
         accelerator, model = ZeroAccelerator(cpu=True), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
         model = accelerator.prepare(model)
@@ -418,6 +418,10 @@ def prepared_with_others_frozen(rank: int, world_size: int) -> None:
         second = accelerator.prepare(adamw(model.parameters()))
         assert accelerator._optimizers == [first, second]
         assert not first.optimizer.is_retired
+        other = LowLevelZeroOptimizer(adamw(model[1].parameters()), model=model)  # which nobody has told accelerate of
+        third = accelerator.prepare(adamw(model[1].parameters()))
+        assert accelerator._optimizers == [first, third]
+        assert other.is_retired
 
 
 def test_an_optimizer_stays_where_another_has_its_parameters_frozen() -> None:
