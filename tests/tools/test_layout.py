@@ -280,6 +280,28 @@ def test_inspect_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert told["layout"]["world_size"] == 64
 
 
+class CountsElements(torch.optim.SGD):
+    """Counts steps for each element, so that a state of a step's name is no count of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad / self.state[p].setdefault("step", torch.zeros_like(p)).add_(1), alpha=0.1)
+
+
+def test_inspect_takes_several_numbers_for_no_step_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def save(rank: int, world_size: int) -> None:
+        model = nn.Linear(4, 2)
+        optimizer = LowLevelZeroOptimizer(CountsElements(model.parameters()), model=model)
+        optimizer.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        save_checkpoint(tmp_path / "step-1", model, optimizer)
+
+    run_ranks(save, 2)
+    assert main(["inspect", str(tmp_path / "step-1")]) == 0
+    assert "steps    not counted: no parameter has a step counter" in capsys.readouterr().out
+
+
 def test_inspect_s_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for mistake in ("--world-size=0", "--world-size=two", "--world-size="):
         assert main(["inspect", str(tmp_path), mistake]) == 2
