@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -27,7 +24,7 @@ from ..state.global_names import from_all_ranks
 from ..streams import streams_of
 from .background import Background
 from .contents import Contents
-from .folders import check_target, prune
+from .folders import check_target
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed, saved_bytes
 from .optimizers import (
@@ -127,14 +124,12 @@ def save_checkpoint(
     runs, serial = run_of(group, optimizers)
     experts = {each.path: each for of_rank in from_all_ranks(contents.groups, share.experts) for each in of_rank}
     share.plan += (experts[path] for path in sorted(experts))
-    token = hashlib.sha256(f"{runs[0]} ".encode() + os.fsencode(target)).hexdigest()[:16]
-    writer = CheckpointWriter(target, token, group, _manifest(contents, runs, serial), share)
-    write = partial(_write, writer, keep if group.group_rank == 0 else None, runs)
+    writer = CheckpointWriter(target, group, _manifest(contents, runs, serial), share, keep)
     if async_save:
-        saving.start(write)
+        saving.start(writer.write)
         context_of(group.group).writing = saving
     else:
-        saving.run(write)
+        saving.run(writer.write)
         saving.wait()
     return saving
 
@@ -216,14 +211,6 @@ def _prepare(
         last = context_of(contents.group.group).writing
         share.values = staging.stage(share.values, last.staging if isinstance(last, Saving) else None)
     return share
-
-
-def _write(writer: CheckpointWriter, keep: int | None, runs: Sequence[str]) -> Path:
-    """Write a checkpoint, then start a thread that prunes older ones unless ``keep`` is None. Communicates."""
-    path = writer.write()
-    if keep is not None:
-        Thread(target=prune, args=(path, keep, runs), name="lowlevel_zero pruning").start()
-    return path
 
 
 def finish_last(group: ShardGroup) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from threading import Thread
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -15,7 +18,7 @@ from ..communication.failed_ranks import lost_rank_error
 from ..communication.process_groups import side_group
 from ..communication.shard_group import ShardGroup
 from .checksum import FileSum, SummedFile
-from .folders import NotSynced, claim, clear_remains, publish
+from .folders import NotSynced, claim, clear_remains, prune, publish
 from .manifest import MANIFEST, METADATA, Manifest
 from .plan import TENSORS, Share, metadata_of
 from .tensor_bytes import memory_of
@@ -27,12 +30,13 @@ _Told: TypeAlias = tuple[dict[str, FileSum], str | None]  # a rank's files, and 
 class CheckpointWriter:
     """Writes a checkpoint beside ``path``; the first rank of ``group`` renames it when all ranks have written.
 
-    Each rank writes its ``share``. The ``token``, 16 hexadecimal digits, is the same on all. The first rank writes its
-    ``manifest``, with the files' sizes and checksums.
+    Each rank writes its ``share``. The first rank writes its ``manifest``, with the files' sizes and checksums; then it
+    starts a thread that removes all but the ``keep`` newest of the run's checkpoints, unless ``keep`` is None.
     """
 
-    def __init__(self, path: Path, token: str, group: ShardGroup, manifest: Manifest, share: Share) -> None:
-        self._path, self._written = path, path.with_name(f"{path.name}.{token}.tmp")
+    def __init__(self, path: Path, group: ShardGroup, manifest: Manifest, share: Share, keep: int | None) -> None:
+        token = hashlib.sha256(f"{manifest.runs[0]} ".encode() + os.fsencode(path)).hexdigest()[:16]
+        self._path, self._written, self._keep = path, path.with_name(f"{path.name}.{token}.tmp"), keep
         self._group = side_group(group.group)
         self._rank, self._ranks = group.group_rank, group.ranks if group.has_others else 1
         self._manifest, self._share = manifest, share
@@ -43,10 +47,9 @@ class CheckpointWriter:
         Raises:
             RuntimeError: a rank could not write; raised on all ranks.
         """
-        claimed: list[IO[bytes]] = []
         sums: dict[str, FileSum] = {}
         failed: Exception | None = None
-        try:
+        with ExitStack() as claimed:
             try:
                 sums = self.write_share(claimed)
             except Exception as error:  # of whatever type, from the disk or torch: the others wait to learn of it
@@ -59,34 +62,28 @@ class CheckpointWriter:
                 hint = "" if dist.is_initialized() else ended
                 raise RuntimeError(f"{self._path}: the checkpoint could not be written. {told}{hint}{_AGAIN}") from lost
             if failure is not None:
-                in_place = f": {NotSynced.__name__}: " in failure
-                how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
-                raise RuntimeError(f"{self._path}: the checkpoint {how}. {failure}{_AGAIN}") from failed
-        finally:
-            for each in claimed:
-                self._clear()
-                each.close()
+                raise RuntimeError(f"{self._path}: the checkpoint {failure}{_AGAIN}") from failed
+        if self._rank == 0 and self._keep is not None:
+            older = self._path, self._keep, self._manifest.runs
+            Thread(target=prune, args=older, name="lowlevel_zero pruning").start()
         return self._path
 
-    def _clear(self) -> None:
-        """Remove this rank's files of a save that failed; the first rank removes the whole folder."""
-        if self._rank == 0:
-            shutil.rmtree(self._written, ignore_errors=True)
-            return
-        for name in (TENSORS.format(self._rank), *self._share.files):
-            with suppress(OSError):
-                (self._written / name).unlink()
-        with suppress(OSError):  # others' files are in it; or it is another folder than the first rank's
-            self._written.rmdir()
+    def write_share(self, claimed: ExitStack) -> dict[str, FileSum]:
+        """Lock the folder, write this rank's files, and return their checksums.
 
-    def write_share(self, claimed: list[IO[bytes]]) -> dict[str, FileSum]:
-        """Lock the folder, write this rank's files, and return their checksums; the lock is added to ``claimed``."""
+        ``claimed``, when it is closed, unlocks the folder, and removes it first if the save has failed.
+        """
         name, files = TENSORS.format(self._rank), self._share.files.items()
-        claimed.append(claim(self._written, name))
+        claimed.enter_context(claim(self._written, name))
+        claimed.push(self._clear)
         if self._rank == 0:
             clear_remains(self._written)
         sums = {name: self._write_tensors(self._written / name)}
         return sums | {name: write_through(self._written / name, content) for name, content in files}
+
+    def _clear(self, failed: object, *_: object) -> None:
+        if failed is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
 
     def _write_tensors(self, path: Path) -> FileSum:
         """Write this rank's parts of all tensors to ``path`` in the plan's order, and pickles; return its checksum."""
@@ -137,7 +134,9 @@ class CheckpointWriter:
         return None
 
     def _told(self, error: Exception) -> str:
-        return f"rank {self._rank}: {type(error).__name__}: {error}"
+        in_place = isinstance(error, NotSynced)
+        how = "is in its place, but a crash of the machine may lose it" if in_place else "could not be written"
+        return f"{how}. rank {self._rank}: {type(error).__name__}: {error}"
 
 
 def write_through(path: Path, content: bytes) -> FileSum:
