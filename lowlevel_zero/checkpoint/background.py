@@ -31,22 +31,13 @@ class Background(Future[T]):
         self._end: Finalize | None = None  # called at the process's end, also by processes that run no atexit functions
         self.set_running_or_notify_cancel()  # nobody can cancel it: other ranks write, too
 
-    def run(self, work: Callable[[], T]) -> None:
-        """Call ``work`` in the calling thread, and keep its result, or its exception, which isn't raised here."""
-        try:
-            value = work()
-        except BaseException as error:  # raised where it is waited for
-            self.set_exception(error)
-        else:
-            self.set_result(value)
-
     def start(self, work: Callable[[], T], executor: Executor | None = None) -> None:
         """Start ``work`` in a new thread, or on ``executor``; an uncollected error fails the process at its end."""
         self._end = Finalize(None, self._fail_at_exit, exitpriority=0)
         if executor is not None:
-            executor.submit(self._run_logged, work)
+            executor.submit(self._run, work)
         else:
-            threading.Thread(target=self._run_logged, args=(work,), name="lowlevel_zero checkpoint").start()
+            threading.Thread(target=self._run, args=(work,), name="lowlevel_zero checkpoint").start()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the work, and return its result, or raise its exception, which counts as told then."""
@@ -66,14 +57,16 @@ class Background(Future[T]):
         if self.told and self._end is not None:
             self._end.cancel()
 
-    def _run_logged(self, work: Callable[[], T]) -> None:
-        """Do the work as ``run`` does; log its error, or count its success as told."""
-        self.run(work)
-        error = super().exception()
-        if error is None:
-            self._note_told()
-        else:
+    def _run(self, work: Callable[[], T]) -> None:
+        """Call ``work``, and keep its result, which counts as told, or its exception, which is logged."""
+        try:
+            value = work()
+        except BaseException as error:  # raised where it is waited for
+            self.set_exception(error)
             _log.error("%s", error)
+        else:
+            self.set_result(value)
+            self._note_told()
 
     def _fail_at_exit(self) -> None:
         error = super().exception()

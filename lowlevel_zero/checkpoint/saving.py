@@ -129,8 +129,7 @@ def save_checkpoint(
         saving.start(writer.write)
         context_of(group.group).writing = saving
     else:
-        saving.run(writer.write)
-        saving.wait()
+        saving.set_result(writer.write())
     return saving
 
 
