@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..communication.agreement import Alike, together
 from ..communication.process_groups import context_of
 from ..communication.shard_group import ShardGroup
 from ..optimizer import LowLevelZeroOptimizer
+from ..options import Takes
 from ..partition import BY_ELEMENTS
 from ..state.global_names import from_all_ranks
 from ..streams import streams_of
@@ -43,6 +45,7 @@ from .storage import CheckpointWriter
 _log = logging.getLogger("lowlevel_zero")
 
 _ALIGNMENT = 64  # bytes
+_KEEP = Takes("a number of checkpoints, at least 1, or None", (int, NoneType), lambda keep: keep is None or keep >= 1)
 _SAVES = Alike("the same path, model and optimizers", "pass them alike; a relative path starts in one directory on all")
 
 
@@ -91,7 +94,7 @@ def save_checkpoint(
     at the end of the process, whose exit code is 120 then.
 
     Raises:
-        TypeError: what isn't a model or optimizer, or what ``torch.load(weights_only=True)`` would not take back.
+        TypeError: what isn't a model, an optimizer or a number, or can't be read by ``torch.load(weights_only=True)``.
         ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
             in their arguments.
         FileExistsError, NotADirectoryError: something is at ``path``.
@@ -103,7 +106,7 @@ def save_checkpoint(
     with together(group, doing, _SAVES) as lines:
         target = Path(os.path.abspath(path))
         finish_last(group)
-        _check_keep(keep)
+        _KEEP("keep", keep)
         check_rank_state(rank_state)
         check_target(target)
         optimizers = check_optimizers(model, optimizer)
@@ -240,11 +243,6 @@ def run_of(
     for optimizer in optimizers.values():
         optimizer.runs, optimizer.serial = run
     return run
-
-
-def _check_keep(keep: int | None) -> None:
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise ValueError(f"keep: expected a number of checkpoints, at least 1, or None, got {keep!r}")
 
 
 def _tell_untrained(contents: Contents) -> None:
