@@ -354,5 +354,5 @@ def _plain_slice(record: ShardedParameter, given: Tensor) -> Tensor:
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` itself if it is fp32 or fp64, else a copy in fp32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    """Return ``tensor`` itself, or a copy in fp32 if it is bf16 or fp16."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

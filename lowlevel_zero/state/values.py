@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from ..bookkeeping.gradient_store import at_least_fp32
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.shard_group import ShardGroup
@@ -207,11 +208,6 @@ def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
         return None
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
     return at_least_fp32(tensor.detach().to(record.padded.device, copy=True))
-
-
-def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` itself, or a copy in fp32 if it is bf16 or fp16."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:
