@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -159,20 +160,16 @@ def read_head(folder: Path) -> Head:
         OSError: there is none, or it can't be read.
     """
     path = folder / MANIFEST
-    try:
-        with path.open(encoding="utf-8") as file:
-            line = file.readline()
-        head = Head(**json.loads(f"{line[:-2]}}}"))
+    with path.open(encoding="utf-8") as file, _parsing(path):
+        head = Head(**json.loads(f"{file.readline()[:-2]}}}"))
         if not (isinstance(head.serial, int) and isinstance(head.runs, list)):
             raise TypeError(f"expected a number and a list, got {head.serial!r} and {head.runs!r}")
-        return head
-    except (TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({_short(error)}): {TAKE_ANOTHER}") from error
+    return head
 
 
 def manifest_in(path: Path) -> Manifest:
     """Return the manifest in the file ``path``, after checks of format and digest; raises as ``read_manifest`` does."""
-    try:
+    with _parsing(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         digest = content.pop("digest")
         if content["format"] != FORMAT:
@@ -182,14 +179,18 @@ def manifest_in(path: Path) -> Manifest:
             )
         if digest != _digest(content):
             raise ValueError(f"{path}: damaged, it is not what was written: {TAKE_ANOTHER}")
-        return _manifest(content)
+        manifest = _manifest(content)
+    return manifest
+
+
+@contextmanager
+def _parsing(path: Path) -> Iterator[None]:
+    """Raise the body's errors of parsing the manifest ``path`` as a ``ValueError`` that calls it damaged."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({_short(error)}): {TAKE_ANOTHER}") from error
-
-
-def _short(error: Exception) -> str:
-    """Return an error's type and words; ``repr`` of a ``UnicodeDecodeError`` would hold the whole file."""
-    return f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"  # the repr of a UnicodeDecodeError would hold the whole file
+        raise ValueError(f"{path}: damaged, or not one of lowlevel_zero's ({reason}): {TAKE_ANOTHER}") from error
 
 
 def _manifest(content: Mapping[str, Any]) -> Manifest:
