@@ -142,7 +142,7 @@ def _optimizers(checkpoint: SavedCheckpoint, read: Callable[[str, str | None, Te
     found: dict[Name, State] = {}
     for of, settings in checkpoint.objects.optimizers.items():
         states: dict[str, State] = {}
-        for name in checkpoint.trained(settings):
+        for name in checkpoint.trained(of):
             p, stored = checkpoint.model[name], checkpoint.states.get(name, {})
             state = states[name] = {key: read(name, key, like) for key, like in stored.items()}
             for key in stored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -191,9 +191,13 @@ class Contents:
 
     def check_same(self, checkpoint: SavedCheckpoint, schedulers: Mapping[Name, Any]) -> None:
         """Raise ``ValueError`` unless the checkpoint is one of this model, its optimizers and their ``schedulers``."""
-        self._check_same_model(checkpoint.manifest)
-        for state in sorted(self.extra_states.keys() ^ checkpoint.objects.model.keys()):
-            raise ValueError(self._one_sided(state, state in self.extra_states, checkpoint.manifest))
+        manifest = checkpoint.manifest
+        saved = {**manifest.tensors, **manifest.excluded}
+        self._check_names(self.saved, saved, manifest)
+        for name, theirs in saved.items():
+            _check_same(name, self.saved[name], theirs, name in manifest.excluded)
+        self._check_names(self.tied, manifest.tied, manifest, " as another name of a tensor")
+        self._check_names(self.extra_states, checkpoint.objects.model, manifest)
         for name, settings in checkpoint.objects.optimizers.items():
             try:
                 self.states_of[name].check(settings, {})
@@ -203,31 +207,12 @@ class Contents:
                 kind = called(name, "scheduler")
                 raise ValueError(f"{kind}: {checkpoint.path} was saved without one: leave it out, or save with it")
 
-    def _check_same_model(self, manifest: Manifest) -> None:
-        """Raise ``ValueError`` if names, shapes, ties or kinds of dtype differ, or a left-out tensor is trained."""
-        saved = {**manifest.tensors, **manifest.excluded}
-        for name in sorted(self.saved.keys() ^ saved.keys()):  # ranks have experts in different orders
-            raise ValueError(self._one_sided(name, name in self.saved, manifest))
-        for name in saved:
-            ours, theirs = self.saved[name], saved[name]
-            if ours.shape != theirs.shape:
-                raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: {_BUILD_ANEW}")
-            if ours.torch_dtype.is_floating_point != theirs.torch_dtype.is_floating_point:
-                raise ValueError(f"{name}: expected {ours.dtype}, the checkpoint has {theirs.dtype}: {_BUILD_ANEW}")
-            if ours.kind == TRAINABLE and name in manifest.excluded:
-                raise ValueError(
-                    f"{name}: expected it frozen, since the checkpoint was saved without it (exclude_frozen=True), "
-                    "found that it is trained: freeze it, or load a checkpoint that has it"
-                )
-        for name in sorted(self.tied.keys() ^ manifest.tied.keys()):
-            here, there = ("model", "checkpoint") if name in self.tied else ("checkpoint", "model")
-            raise ValueError(f"{name}: shared with another name in the {here}, not in the {there}: {_BUILD_ANEW}")
-
-    def _one_sided(self, name: str, is_here: bool, manifest: Manifest) -> str:
-        """Return the error message for a name that the model has and the checkpoint hasn't, or the other way round."""
-        one, other = ("model", "checkpoint") if is_here else ("checkpoint", "model")
-        remedy = _SHARE_ALIKE if self.experts or manifest.experts else _BUILD_ANEW
-        return f"{name}: the {one} has it, the {other} doesn't: {remedy}"
+    def _check_names(self, ours: Collection[str], theirs: Collection[str], manifest: Manifest, how: str = "") -> None:
+        """Raise ``ValueError`` for the first name that only the model, or only the checkpoint, has in this way."""
+        for name in sorted({*ours} ^ {*theirs}):  # ranks have experts in different orders
+            one, other = ("model", "checkpoint") if name in ours else ("checkpoint", "model")
+            remedy = _SHARE_ALIKE if self.experts or manifest.experts else _BUILD_ANEW
+            raise ValueError(f"{name}: the {one} has it{how}, the {other} doesn't: {remedy}")
 
     # ---- loading ----
 
@@ -337,6 +322,19 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
         kind = UNTRAINED if tensor.requires_grad else FROZEN
     dtype = str(tensor.dtype).removeprefix("torch.")
     return SavedTensor(tuple(tensor.shape), stride, dtype, kind, owner.group, owner.optimizer)
+
+
+def _check_same(name: str, ours: SavedTensor, theirs: SavedTensor, is_excluded: bool) -> None:
+    """Raise ``ValueError`` if shapes or kinds of dtype differ, or if a trained tensor was left out."""
+    if ours.shape != theirs.shape:
+        raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: {_BUILD_ANEW}")
+    if ours.torch_dtype.is_floating_point != theirs.torch_dtype.is_floating_point:
+        raise ValueError(f"{name}: expected {ours.dtype}, the checkpoint has {theirs.dtype}: {_BUILD_ANEW}")
+    if ours.kind == TRAINABLE and is_excluded:
+        raise ValueError(
+            f"{name}: expected it frozen, since the checkpoint was saved without it (exclude_frozen=True), found that "
+            "it is trained: freeze it, or load a checkpoint that has it"
+        )
 
 
 def _stateful(model: nn.Module) -> dict[str, nn.Module]:

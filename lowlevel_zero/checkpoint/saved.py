@@ -19,7 +19,8 @@ from ..bookkeeping.storages import flat_in_memory_order
 from ..state.boxes import BoxedTensor, Shape, boxes_in_memory
 from ..state.values import STEP
 from .manifest import METADATA, OBJECTS, TAKE_ANOTHER, TRAINABLE, Manifest, SavedTensor, read_manifest
-from .objects import Objects, Settings, read_data, read_metadata
+from .objects import Objects, read_data, read_metadata
+from .optimizers import Name
 from .plan import name_of
 from .tensor_bytes import TensorBytes, memory_of
 
@@ -74,15 +75,11 @@ class SavedCheckpoint:
         step_first = {name: sorted(state, key=lambda key: (key != STEP, key)) for name, state in found.items()}
         return {name: {key: found[name][key] for key in keys} for name, keys in step_first.items()}
 
-    def trained(self, settings: Settings) -> list[str]:
-        """Return the parameters that the optimizer of these settings trains, in order of registration."""
-        named = (name for group in settings["param_groups"] for name in group["params"])
-        entries = ((name, self.manifest.tensors.get(name)) for name in named)
-        return [
-            name
-            for name, entry in entries
-            if entry is not None and entry.kind == TRAINABLE and self.objects.optimizers[entry.optimizer] is settings
-        ]
+    def trained(self, optimizer: Name) -> list[str]:
+        """Return the parameters that the optimizer of this name trains, in order of registration."""
+        own = {n for n, each in self.manifest.tensors.items() if (each.kind, each.optimizer) == (TRAINABLE, optimizer)}
+        groups = self.objects.optimizers[optimizer]["param_groups"]
+        return [name for group in groups for name in group["params"] if name in own]
 
     # ---- values ----
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..checkpoint.objects import Settings
+from ..checkpoint.optimizers import Name
 from ..checkpoint.saved import SavedCheckpoint
 from ..layout.records import Layout, ParameterLayout, parameter_layout
 from ..optim.quantised import is_scale
@@ -27,16 +28,16 @@ def layout_in(checkpoint: SavedCheckpoint, world_size: int | None = None) -> Lay
     Raises:
         ValueError: another number of ranks for experts.
     """
-    optimizers = checkpoint.objects.optimizers.values()
-    parameters = [p for settings in optimizers for p in _parameters(checkpoint, settings, world_size)]
+    parameters = [p for name in checkpoint.objects.optimizers for p in _parameters(checkpoint, name, world_size)]
     return Layout(0, checkpoint.manifest.stage, tuple(parameters), ())
 
 
-def _parameters(checkpoint: SavedCheckpoint, settings: Settings, world_size: int | None) -> list[ParameterLayout]:
+def _parameters(checkpoint: SavedCheckpoint, optimizer: Name, world_size: int | None) -> list[ParameterLayout]:
     """Return the layouts of one optimizer's parameters, grouped by the ranks that share them."""
+    settings = checkpoint.objects.optimizers[optimizer]
     everyone, experts = _ranks(checkpoint, settings, world_size), checkpoint.manifest.experts
     names_of: dict[Ranks, list[str]] = {}
-    for name in checkpoint.trained(settings):
+    for name in checkpoint.trained(optimizer):
         names_of.setdefault(experts[name].ranks if name in experts else everyone, []).append(name)
     options, as_saved = _options(settings), len(everyone) == settings["slices"]
     return [
