@@ -145,7 +145,7 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
             found.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return found
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self, *_: object) -> list[ChunkStorageMetadata]:
         """Return this rank's boxes for a loader, and replace ``local`` by new memory, so that values may be refused."""
         self.local = torch.empty_like(self.local)
         return self._chunks()
@@ -153,17 +153,12 @@ class BoxedTensor(Tensor, _Asked):  # type: ignore[misc]
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), part.size()) for offsets, part in self.parts().items()]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return _with_storage_of_its_own(self.parts()[tuple(index.offset)])
+    def __get_tensor_shard__(self, *of: Any) -> Tensor:
+        return _with_storage_of_its_own(self.parts()[tuple(of[-1].offset)])
 
-    _create_write_items = __create_write_items__  # as torch 2.4 calls them
-
-    def _create_chunk_list(self, _: object) -> list[ChunkStorageMetadata]:
-        return self.__create_chunk_list__()
-
-    def _get_tensor_shard(self, _: object, index: MetadataIndex) -> Tensor:
-        return self.__get_tensor_shard__(index)
+    # As torch 2.4 calls them, with the tensor beside this one, or its name before the index.
+    _create_write_items, _create_chunk_list = __create_write_items__, __create_chunk_list__
+    _get_tensor_shard = __get_tensor_shard__
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -134,14 +134,9 @@ def restore_masters(parameters: ParameterStore, states: Mapping[ShardedParameter
             wide[record.shard_group].append(Slice.of_row(record, states[record][MASTER]))
     for slices, group in zip(wide, parameters.shard_groups, strict=True):
         for each, master in zip(slices, whole_slices(slices, group), strict=True):
-            _widen(each.record.p, master)
-
-
-@torch.no_grad()
-def _widen(p: Tensor, master: Tensor) -> None:
-    """Replace each element of ``p`` that equals the rounded element of ``master`` by the master's element."""
-    for dtype in (torch.bfloat16, torch.float16):
-        p.copy_(torch.where(p == master.to(dtype), master, p))
+            for dtype in (torch.bfloat16, torch.float16):
+                p = each.record.p.detach()
+                p.copy_(torch.where(p == master.to(dtype), master, p))
 
 
 def takes_master(record: ShardedParameter) -> bool:

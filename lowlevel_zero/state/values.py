@@ -199,15 +199,13 @@ def whole_states(
     ]
     gathered = whole_slices(sliced, group)
     for record, value in zip(records, values, strict=True):
-        yield at_least_fp32(next(gathered)) if is_slice(key, value, record) else copied_state(value, record)
-
-
-def copied_state(value: Any, record: ShardedParameter) -> Tensor | None:
-    """Return a copy of a state on ``p``'s device, in fp32 at least, a number as a 0-d tensor; None if none."""
-    if value is None:
-        return None
-    tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
-    return at_least_fp32(tensor.detach().to(record.padded.device, copy=True))
+        if value is None:
+            yield None
+        elif is_slice(key, value, record):
+            yield at_least_fp32(next(gathered))
+        else:  # a copy, and a number as a 0-d tensor
+            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+            yield at_least_fp32(tensor.detach().to(record.padded.device, copy=True))
 
 
 def slice_state(state: Mapping[str, Any], record: ShardedParameter) -> State:

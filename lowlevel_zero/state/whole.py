@@ -252,7 +252,12 @@ def _whole_state(
             size += gathered.nbytes / 2**20
             if not keep:
                 return None
-            return gathered.detach().cpu() if pinned is None else _into_pinned(pinned, name, gathered)
+            if pinned is None:
+                return gathered.detach().cpu()
+            if name not in pinned:
+                pins = gathered.device.type != "cpu"
+                pinned[name] = torch.empty(gathered.shape, dtype=gathered.dtype, device="cpu", pin_memory=pins)
+            return pinned[name].copy_(gathered)
         return _on_host(value)
 
     whole: State = tree_map_with_path(whole_value, dict(state))
@@ -261,15 +266,6 @@ def _whole_state(
 
 def _on_host(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _into_pinned(pinned: State, key: str, tensor: Tensor) -> Tensor:
-    """Copy ``tensor`` into the host's tensor under ``key``, which is made, pinned for a device, if it is missing."""
-    if key not in pinned:
-        pins = tensor.device.type != "cpu"
-        pinned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
-    held: Tensor = pinned[key].copy_(tensor)
-    return held
 
 
 def _described(state_dict: Mapping[str, Any]) -> Iterator[str]:
