@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from colossalai.checkpoint_io.utils import (
 from colossalai.utils import get_current_device
 from colossalai.utils.safetensors import _flatten_optim_state_dict
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.background import Background
@@ -128,8 +128,8 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
                 write = partial(_write_file, state_dict, checkpoint, form)
                 if shard:
                     pieces = shard_model_checkpoint(state_dict, size_per_shard)
-                    config = partial(_save_config, model.unwrap())
-                    write = partial(_write_folder, pieces, checkpoint, names, form, config)
+                    config = partial(save_config_file, model.unwrap())
+                    write = partial(_write_folder, pieces, checkpoint, names, form, config, {})
                 self._do(write, use_async)
 
     def load_model(
@@ -220,8 +220,9 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
                         FP8: optimizer.options.communication.fp8,
                     }
                     metadata = {f"{_OF_INDEX}{key}": value for key, value in extras.items() if value}
-                    groups = partial(_save_groups, optimizer.whole_state.packed_groups(), names[2], metadata)
-                    self._do(partial(_write_folder, taken, checkpoint, names, form, groups), use_async)
+                    metadata["param_groups"] = names[2]
+                    groups = partial(_save_groups, optimizer.whole_state.packed_groups(), names[2])
+                    self._do(partial(_write_folder, taken, checkpoint, names, form, groups, metadata), use_async)
             finally:
                 for _ in pieces:  # to the end even after an error: the other ranks gather too
                     pass
@@ -284,8 +285,6 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
 
 # Writes one state dict to a path.
 _Form: TypeAlias = Callable[[dict[Any, Any], str], None]
-# Writes the other files of the pieces into a folder, and returns the index's metadata of them.
-_Others: TypeAlias = Callable[[str], dict[str, Any]]
 
 
 def _write_file(state_dict: dict[Any, Any], checkpoint: str, form: _Form) -> None:
@@ -298,9 +297,10 @@ def _write_folder(
     checkpoint: str,
     names: Sequence[str],
     form: _Form,
-    others: _Others,
+    write_others: Callable[[str], None],
+    metadata: Mapping[str, Any],
 ) -> None:
-    """Remove the former index, write the pieces and ``others``' files, then the index, and delete stale files.
+    """Remove the former index, write the pieces and other files, then the index, and delete stale files.
 
     A former index goes before the first of its files is replaced: a crash meanwhile leaves none, and nothing loads. Its
     files that the new index doesn't name go at the end. ``pieces`` are state dicts and their sizes in MiB; ``names``
@@ -323,7 +323,8 @@ def _write_folder(
         form(piece, str(folder / file))
         sync(folder / file)
         total += size
-    for key, value in {"total_size": total, **others(checkpoint)}.items():
+    write_others(checkpoint)
+    for key, value in {"total_size": total, **metadata}.items():
         index.append_meta_data(key, value)
     beside = folder / f"{index_name}.writing"  # ColossalAI takes any *.index.json for an index
     index.write_index_file(beside.name)
@@ -334,15 +335,9 @@ def _write_folder(
         (folder / file).unlink(missing_ok=True)
 
 
-def _save_config(model: nn.Module, folder: str) -> dict[str, Any]:
-    save_config_file(model, folder)
-    return {}
-
-
-def _save_groups(groups: list[dict[str, Any]], name: str, metadata: dict[str, Any], folder: str) -> dict[str, Any]:
+def _save_groups(groups: list[dict[str, Any]], name: str, folder: str) -> None:
     save_param_groups({"param_groups": groups}, os.path.join(folder, name))
     sync(Path(folder, name))
-    return {"param_groups": name, **metadata}
 
 
 def _save_flat(state_dict: dict[Any, Any], path: str) -> None:
