@@ -161,19 +161,14 @@ def _tell(saved: SavedCheckpoint, ranks: int, wants_states: bool, unscheduled: C
             "scheduler=..., or its schedule begins anew",
             ", ".join(sorted(called(name, "scheduler") for name in left)),
         )
-    left_out = list(saved.manifest.excluded)
-    if left_out:
-        _log.warning(
-            "%s was saved without %s (exclude_frozen=True), which keep the values that the model has: %s",
-            saved.path,
-            counted(len(left_out), "frozen parameter"),
-            ", ".join(left_out),
-        )
+    if left_out := saved.manifest.excluded:
+        text = "%s was saved without %s (exclude_frozen=True), which keep the values that the model has: %s"
+        _log.warning(text, saved.path, counted(len(left_out), "frozen parameter"), ", ".join(left_out))
     states = saved.manifest.rank_states
     if wants_states and states != list(range(ranks)):
-        without = [rank for rank in range(ranks) if rank not in states]
         text = f"{ranks} ranks load: " + (f"saved by {ranks_text(states)}" if states else "none was saved")
-        text += f"; ranks {ranks_text(without)} are given none" if without else ""
+        if without := sorted({*range(ranks)} - {*states}):
+            text += f"; ranks {ranks_text(without)} are given none"
         if surplus := [rank for rank in states if rank >= ranks]:
             text += f"; those of ranks {ranks_text(surplus)} are given to nobody: see read_rank_state"
         _log.warning("%s: rank_state: %s", saved.path, text)
