@@ -125,8 +125,7 @@ class Contents:
                 names[tensor] = name
                 at = number_of.get(tensor, 0)
                 owner = owners.get(tensor, _Owner(None, None, None, self.groups[at]))
-                ranks = self.groups[at] if owner.record is None else owner.ranks
-                self.entries[name] = Entry(tensor, owner.record, _described(name, tensor, owner), at, ranks)
+                self.entries[name] = Entry(tensor, owner.record, _described(name, tensor, owner), at, owner.ranks)
         for p, owner in owners.items():
             if p not in names:
                 name = self.optimizers[owner.optimizer].parameter_names()[p]
@@ -198,13 +197,13 @@ class Contents:
             _check_same(name, self.saved[name], theirs, name in manifest.excluded)
         self._check_names(self.tied, manifest.tied, manifest, " as another name of a tensor")
         self._check_names(self.extra_states, checkpoint.objects.model, manifest)
-        for name, settings in checkpoint.objects.optimizers.items():
+        for of, settings in checkpoint.objects.optimizers.items():
             try:
-                self.states_of[name].check(settings, {})
+                self.states_of[of].check(settings, {})
             except ValueError as error:
-                raise error if name is None else ValueError(f"{called(name)}: {error}") from error
-            if name in schedulers and settings["scheduler"] is None:
-                kind = called(name, "scheduler")
+                raise error if of is None else ValueError(f"{called(of)}: {error}") from error
+            if of in schedulers and settings["scheduler"] is None:
+                kind = called(of, "scheduler")
                 raise ValueError(f"{kind}: {checkpoint.path} was saved without one: leave it out, or save with it")
 
     def _check_names(self, ours: Collection[str], theirs: Collection[str], manifest: Manifest, how: str = "") -> None:
@@ -299,14 +298,13 @@ def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _O
         for at, members in enumerate(store.groups):
             for p in members:
                 record, former = store.find(p), found.get(p)
-                if former is None or former.record is None:
-                    ranks = store.shard_groups[store.shard_group_of(p)]
-                    found[p] = _Owner(name, at, record, ranks)
-                elif record is not None:
+                if record and former and former.record:
                     raise ValueError(
                         f"{record.name}: expected one optimizer that trains it, got {called(former.optimizer)} and "
                         f"{called(name)}: give it to one of them alone"
                     )
+                if record or not former:
+                    found[p] = _Owner(name, at, record, store.shard_groups[store.shard_group_of(p)])
     return found
 
 

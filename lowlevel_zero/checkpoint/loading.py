@@ -24,9 +24,9 @@ from .optimizers import (
     Name,
     Optimizers,
     called,
+    check_names,
     check_optimizers,
     check_rank_state,
-    check_same_optimizers,
     check_schedulers,
     group_of,
     names_text,
@@ -35,6 +35,8 @@ from .saved import SavedCheckpoint
 from .saving import finish_last, run_of
 
 _log = logging.getLogger("lowlevel_zero")
+
+_AS_SAVED = "pass them as they were passed to save_checkpoint"
 
 
 def load_checkpoint(
@@ -90,7 +92,7 @@ def load_checkpoint(
         saved = SavedCheckpoint(folder)
         files = saved.manifest.files
         saved.manifest.check_files(folder, sorted(files)[group.group_rank :: group.ranks], verify)
-        check_same_optimizers(optimizers, saved.objects.optimizers)
+        check_names("optimizer", optimizers, saved.objects.optimizers, "with which the checkpoint was saved", _AS_SAVED)
         own = {} if rank_state is None else _state_of(folder, saved.manifest, group.group_rank)
         contents = Contents(model, optimizers)
         lines += [f"serial {saved.manifest.serial}", *contents.lines()[:1]]

@@ -75,13 +75,9 @@ def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name,
     if scheduler is None:
         return dict.fromkeys(optimizers)
     found = by_name(scheduler)
-    partly = isinstance(scheduler, Mapping) and found.keys() <= set(optimizers)
-    if not partly and found.keys() != set(optimizers):
-        raise ValueError(
-            f"scheduler: expected {names_text(optimizers, 'scheduler')}, as optimizer is, got "
-            f"{names_text(found, 'scheduler')}: "
-            "give each optimizer's own, or None for one without"
-        )
+    if not (isinstance(scheduler, Mapping) and found.keys() <= set(optimizers)):
+        remedy = "give each optimizer's own, or None for one without"
+        check_names("scheduler", found, optimizers, "as optimizer is", remedy)
     return {name: cast("Stateful | None", found.get(name)) for name in optimizers}
 
 
@@ -94,13 +90,10 @@ def check_rank_state(rank_state: object) -> None:
         )
 
 
-def check_same_optimizers(optimizers: Collection[Name], saved: Collection[Name]) -> None:
-    """Raise ``ValueError`` unless the optimizers have the names of those in the checkpoint."""
-    if set(optimizers) != set(saved):
-        raise ValueError(
-            f"optimizer: expected {names_text(saved, 'optimizer')}, with which the checkpoint was saved, got "
-            f"{names_text(optimizers, 'optimizer')}: pass them as they were passed to save_checkpoint"
-        )
+def check_names(kind: str, got: Collection[Name], expected: Collection[Name], why: str, remedy: str) -> None:
+    """Raise ``ValueError`` unless optimizers or schedulers have the ``expected`` names."""
+    if set(got) != set(expected):
+        raise ValueError(f"{kind}: expected {names_text(expected, kind)}, {why}, got {names_text(got, kind)}: {remedy}")
 
 
 def called(name: Name, kind: str = "optimizer") -> str:

@@ -219,7 +219,7 @@ class BoostedCheckpointIO(LowLevelZeroCheckpointIO):  # type: ignore[misc]  # Co
                         "loss_scale": scale_as_numbers(optimizer.scaler),
                         FP8: optimizer.options.communication.fp8,
                     }
-                    metadata = {f"{_OF_INDEX}{key}": value for key, value in extras.items() if value}
+                    metadata: dict[str, Any] = {f"{_OF_INDEX}{key}": each for key, each in extras.items() if each}
                     metadata["param_groups"] = names[2]
                     groups = partial(_save_groups, optimizer.whole_state.packed_groups(), names[2])
                     self._do(partial(_write_folder, taken, checkpoint, names, form, groups, metadata), use_async)
