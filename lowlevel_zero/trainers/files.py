@@ -64,40 +64,31 @@ def remove_sharded(folder: Path) -> None:
 def place_for(path: Path) -> Path:
     """Finish an interrupted replacement, and return ``path``, or ``<path>.new`` if a checkpoint or a link is there.
 
-    What the interrupted one has left may be the only checkpoint. What a link points to stays as it is.
+    The checkpoint beside, which an interrupted one has left, may be the only one. What a link points to stays as it is.
 
     Raises:
         FileExistsError: something else is in the former one's directory.
     """
     beside = path.with_name(f"{path.name}.new")
-    if (beside / MANIFEST).exists():  # a crash has left it
-        if (path / MANIFEST).exists():
-            _remove(beside)
-        else:  # the former one had gone, or begun to go, for it
-            if path.is_symlink():
-                path.unlink()
-            finish_removal(path)
-            publish(beside, path)
-    if path.is_symlink():  # as Lightning's last.ckpt, to the newest one
-        return beside
-    if not (path / MANIFEST).exists():
-        return path
-    others = {file.name for file in path.iterdir()} - {MANIFEST, *read_manifest(path).files}
-    if others:
-        raise FileExistsError(f"{path}: expected a checkpoint's files alone to replace, found {min(others)}: move it")
-    return beside
+    if (path / MANIFEST).exists() and not path.is_symlink():  # a link as Lightning's last.ckpt, to the newest one
+        others = {file.name for file in path.iterdir()} - {MANIFEST, *read_manifest(path).files}
+        if others:
+            raise FileExistsError(
+                f"{path}: expected a checkpoint's files alone to replace, found {min(others)}: move it"
+            )
+    if (beside / MANIFEST).exists():  # a crash has left it; the former one may have gone, or begun to go, for it
+        put_in_place(beside, path)
+    return beside if (path / MANIFEST).exists() or path.is_symlink() else path
 
 
 def put_in_place(written: Path, path: Path) -> None:
     """Replace the checkpoint or link ``path`` by the checkpoint ``written``, unless both are the same path."""
-    if written != path:
-        _remove(path)
-        publish(written, path)
-
-
-def _remove(path: Path) -> None:
-    """Remove the checkpoint ``path``, or only the link that is there."""
+    if written == path:
+        return
     if path.is_symlink():
         path.unlink()
-    else:
+    elif (path / MANIFEST).exists():
         remove(path)
+    else:
+        finish_removal(path)
+    publish(written, path)
