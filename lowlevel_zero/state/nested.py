@@ -15,20 +15,17 @@ _STANDS_FOR = "lowlevel_zero: tensor "  # stands in a list or dict in place of a
 
 def flattened(state: Mapping[str, Any]) -> State:
     """Return ``state`` with tensors in lists and dicts moved to the top level, and their names left in place."""
-    found: State = {}
-    for key, value in state.items():
-        tensors: State = {}
+    tensors: State = {}
 
-        def taken_out(path: Any, leaf: Any, key: str = key, tensors: State = tensors) -> Any:
-            if not isinstance(leaf, Tensor) or not path:
-                return leaf
-            name = key + keystr(path)
-            tensors[name] = leaf
-            return _STANDS_FOR + name
+    def taken_out(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or len(path) == 1:
+            return leaf
+        name = f"{path[0].key}{keystr(path[1:])}"
+        tensors[name] = leaf
+        return _STANDS_FOR + name
 
-        found[key] = tree_map_with_path(taken_out, value)
-        found.update(tensors)
-    return found
+    found: State = tree_map_with_path(taken_out, dict(state))
+    return found | tensors
 
 
 def nested(flat: Mapping[str, Any]) -> State:
@@ -42,5 +39,5 @@ def nested(flat: Mapping[str, Any]) -> State:
             return flat[name]
         return leaf
 
-    whole = {key: tree_map(restored, value) for key, value in flat.items()}
+    whole: State = tree_map(restored, dict(flat))
     return {key: value for key, value in whole.items() if key not in put_back}
