@@ -39,9 +39,8 @@ class Slice(NamedTuple):
     @classmethod
     def of_row(cls, record: ShardedParameter, row: Tensor) -> Slice:
         """Return a slice over the memory of ``row``, ``[s]``; on a rank that owns nothing, one on the meta device."""
-        if record.owns_some:
-            return cls(record, record.shaped(row))
-        return cls(record, torch.empty(record.p.shape, dtype=row.dtype, device="meta"))
+        own = record.shaped(row) if record.owns_some else torch.empty_like(record.view, dtype=row.dtype, device="meta")
+        return cls(record, own)
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype, int | None]:
@@ -49,25 +48,20 @@ class Slice(NamedTuple):
         return self.record.padded.device, self.own.dtype, self.record.split.owner
 
     @property
-    def is_of_elements(self) -> bool:
-        """Return whether the parameter is split evenly, or its owner's tensor has the parameter's own shape."""
-        return self.record.split.owner is None or self.own.shape == self.record.p.shape
+    def like(self) -> Tensor:
+        """Return a dense tensor of the whole one's shape and strides; its values have no meaning."""
+        return (
+            self.record.view if self.record.split.owner is None else torch.empty_like(self.own.detach(), device="meta")
+        )
 
     def row(self) -> Tensor:
         """Return this rank's elements, 1-D, in memory order, on the parameters' device."""
-        flat = self.record.flat_slice(self.own) if self.is_of_elements else flat_in_memory_order(self.own, self.like)
+        flat = self.own if self.record.split.owner is None else flat_in_memory_order(self.own, self.like)
         return flat.to(self.record.padded.device)
-
-    @property
-    def like(self) -> Tensor:
-        """Return a dense meta tensor like ``own``, which on an owner has the whole tensor's shape and strides."""
-        return torch.empty_like(self.own.detach(), device="meta")
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return the whole tensor, as a view of all ranks' ``rows`` without padding."""
-        if self.is_of_elements:
-            return unshard(rows, self.record)
-        return torch.as_strided(rows, self.own.shape, self.like.stride())
+        return torch.as_strided(rows, self.like.shape, self.like.stride())
 
 
 def is_slice(key: str, value: Any, record: ShardedParameter, of_elements: Sequence[int] | None = None) -> bool:
