@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, overload
@@ -211,15 +211,9 @@ class LowLevelZeroOptimizer(ColossalNames):
         """
         return self._backwards.sync(loss, inputs, scales=True)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate in ``p.grad``, in its dtype, without reduction."""
-        state = self.step_state  # kept here, since another optimizer may retire this one meanwhile
-        before, state.syncs = state.syncs, False
-        try:
-            yield
-        finally:
-            state.syncs = before
+        return self.step_state.syncing(False)  # the state, since another optimizer may retire this one meanwhile
 
     # ---- between backward and step: gradient access ----
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import ClassVar
@@ -99,6 +100,15 @@ class StepState:
 
     def __post_init__(self) -> None:
         StepState.alive.add(self)
+
+    @contextmanager
+    def syncing(self, syncs: bool) -> Iterator[None]:
+        """Reduce the gradients of backwards in the body, or leave them in ``p.grad`` if ``syncs`` is False."""
+        before, self.syncs = self.syncs, syncs
+        try:
+            yield
+        finally:
+            self.syncs = before
 
     def wake_up(self) -> None:
         """Bring back what sleeps on the host, if anything does."""

@@ -127,15 +127,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Reduce the gradients of ``model`` in the body's backwards, though they are run within ``no_sync``."""
-        states = [optimizer.step_state for optimizer in self._of(model)]
-        before = [state.syncs for state in states]
-        for state in states:
-            state.syncs = True
-        try:
+        with ExitStack() as syncs:
+            for optimizer in self._of(model):
+                syncs.enter_context(optimizer.step_state.syncing(True))
             yield
-        finally:
-            for state, syncs in zip(states, before, strict=True):
-                state.syncs = syncs
 
     def _of(self, model: nn.Module) -> list[LowLevelZeroOptimizer]:
         """Return the prepared optimizers that train parameters of ``model``."""

@@ -359,8 +359,8 @@ MUTANTS = [
     Mutant(
         "no_sync synchronises",
         OPTIMIZER,
-        "state.syncs = state.syncs, False",
-        "_ = state.syncs, False",
+        "self.step_state.syncing(False)",
+        "self.step_state.syncing(self.step_state.syncs)",
         DROPS,
     ),
     # masters, and what is saved
