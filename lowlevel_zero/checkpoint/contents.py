@@ -225,9 +225,8 @@ class Contents:
             undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
             scheduler.load_state_dict(saved.objects.optimizers[of]["scheduler"])
         for name, module in self._stateful.items():
-            if name in saved.objects.model:
-                undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
-                module.set_extra_state(saved.objects.model[name])
+            undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
+            module.set_extra_state(saved.objects.model[name])
         for of, state in self.states_of.items():
             settings = saved.objects.optimizers[of]
             state.load(state.announced(saved, settings), settings, undo)

@@ -151,11 +151,11 @@ def _state_of(optimizer: LowLevelZeroOptimizer) -> ShardedState:
 def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
     """Broadcast persistent buffers from the first rank that has them; raise if shapes differ. Communicates."""
     tensors = () if optimizer.model is None else named_tensors(optimizer.model, persistent=True)
-    names = {tensor: name for name, tensor in tensors}
-    store = optimizer.sharded_parameters
-    by_group: list[dict[Tensor, str]] = [{} for _ in store.shard_groups]
+    names, store = {tensor: name for name, tensor in tensors}, optimizer.sharded_parameters
+    buffers: list[dict[Tensor, str]] = [{} for _ in store.shard_groups]
     for each, name in names.items():
-        by_group[store.shard_group_of(each)][each] = name
+        if not isinstance(each, Parameter):
+            buffers[store.shard_group_of(each)][each] = name
     with together(optimizer.shard_group, _GIVE) as lines:
         optimizer.refuse_undefined("Sharded.state_dict")
         _check_trained(names, store)
@@ -163,13 +163,11 @@ def _share_buffers(optimizer: LowLevelZeroOptimizer) -> None:
     if lines.marked:
         optimizer.guard.refuse_uneven(_GIVE, optimizer.sharded_groups)
     with together(optimizer.shard_group, _GIVE):  # ranks of one group don't know what came of another's
-        shares = zip(store.shard_groups, by_group, strict=True)
-        run_each(partial(_share, ranks, own, optimizer.device) for ranks, own in shares)
+        run_each(partial(_share, *each, optimizer.device) for each in zip(store.shard_groups, buffers, strict=True))
 
 
-def _share(ranks: ShardGroup, names: Mapping[Tensor, str], device: torch.device) -> None:
-    """Broadcast the buffers among ``names`` from the first of ``ranks``; raise if shapes differ. Communicates."""
-    buffers = {each: name for each, name in names.items() if not isinstance(each, Parameter)}
+def _share(ranks: ShardGroup, buffers: Mapping[Tensor, str], device: torch.device) -> None:
+    """Broadcast ``buffers`` from the first of ``ranks``; raise if shapes differ. Communicates."""
     with together(ranks, _GIVE) as lines:
         lines += [f"{name} {each.dtype} {tuple(each.shape)}" for each, name in buffers.items()]
         broadcast = Broadcast(ranks, [distinct(each.detach()) for each in buffers], device)

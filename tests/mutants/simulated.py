@@ -125,8 +125,7 @@ MADE_ONCE = [
         (
             Change(
                 "checkpoint/contents.py",
-                "            if name in saved.objects.model:\n                "
-                "undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))\n                "
+                "            undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))\n            "
                 "module.set_extra_state(saved.objects.model[name])\n",
                 "            pass\n",
             ),
