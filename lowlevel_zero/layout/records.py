@@ -27,13 +27,12 @@ class ParameterLayout:
     Attributes:
         name: the model's name of the parameter.
         shape, dtype: the parameter's.
-        communication_dtype: the dtype in which its gradient travels.
-        split: its elements, the size of slices, and the padding behind the last one.
         group: the index of its param group.
         process_group: the global ranks that share it, in the order of their slices.
-        everywhere: the bytes that each of these ranks holds of it, owner or not.
-        own: the bytes that a rank holds of it beside these, since it owns a slice. The states of a parameter that
-            another rank owns whole aren't known here, and count as nothing.
+        split: its elements, the size of slices, and the padding behind the last one.
+        options: the run's.
+        states: bytes of its slice's optimizer states. Those of a parameter that another rank owns whole aren't known
+            here, and count as nothing.
         bucket: the number of its bucket; None: an empty parameter has none, and a checkpoint's buckets are unknown.
         offset: the first column of its slice in the bucket's row.
     """
@@ -41,14 +40,28 @@ class ParameterLayout:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    communication_dtype: torch.dtype
-    split: Split
     group: int
     process_group: tuple[int, ...]
-    everywhere: Held
-    own: Held
+    split: Split
+    options: ZeroOptions
+    states: int
     bucket: int | None = None
     offset: int | None = None
+
+    @property
+    def communication_dtype(self) -> torch.dtype:
+        """Return the dtype in which its gradient travels."""
+        return self.options.communication.dtype or self.dtype
+
+    @property
+    def everywhere(self) -> Held:
+        """Return the bytes that each of the ranks that share it holds of it, owner or not."""
+        return _held_of(self.split, self.dtype, self.options)[0]
+
+    @property
+    def own(self) -> Held:
+        """Return the bytes that a rank holds of it beside these, since it owns a slice."""
+        return _held_of(self.split, self.dtype, self.options)[1] + Held(states=self.states)
 
     @property
     def owners(self) -> int:
@@ -77,8 +90,7 @@ class ParameterLayout:
             "bytes": asdict(self.everywhere + self.own),
         }
         found = {**vars(self), **dtypes, **sizes, **held, "spans": self.spans, "owners": self.owners}
-        del found["split"]
-        return found
+        return {name: value for name, value in found.items() if name not in ("split", "options", "states")}
 
 
 @dataclass(frozen=True)
@@ -265,25 +277,8 @@ def _members(optimizer: Sharded, group: ShardedGroup) -> list[ParameterLayout]:
     for record in group.records:
         states = sum(value.nbytes for value in tensors_in(optimizer.optim.state.get(record.p32, {})))
         of = (record.name, tuple(record.p.shape), record.p.dtype, record.group, ranks, record.split)
-        found.append(parameter_layout(*of, optimizer.options, states))
+        found.append(ParameterLayout(*of, optimizer.options, states))
     return found
-
-
-def parameter_layout(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    group: int,
-    ranks: tuple[int, ...],
-    split: Split,
-    options: ZeroOptions,
-    states: int,
-) -> ParameterLayout:
-    """Return the layout of a parameter without its bucket; ``states``: bytes of its slice's optimizer states."""
-    travels = options.communication.dtype or dtype
-    everywhere, own = _held_of(split, dtype, options)
-    own += Held(states=states)
-    return ParameterLayout(name, shape, dtype, travels, split, group, ranks, everywhere, own)
 
 
 def _held_of(split: Split, dtype: torch.dtype, options: ZeroOptions) -> tuple[Held, Held]:

@@ -16,7 +16,7 @@ from ..communication.backends.memory_pool import block_bytes
 from ..communication.backends.native import Native
 from ..communication.backends.shared_memory import READ_WHOLE, SharedMemory
 from ..communication.fp8 import encoded_size
-from ..layout.records import BucketLayout, Layout, ParameterLayout, parameter_layout, with_buckets
+from ..layout.records import BucketLayout, Layout, ParameterLayout, with_buckets
 from ..optim.quantised import slice_multiple
 from ..optim.splits import choice_of, choose_splits, of_16_bits
 from ..options import Takes, ZeroOptions
@@ -118,7 +118,7 @@ class PlannedRun:
         else:
             states = self.states.of_parameter(dtype, shape.shape)
         of = (shape.name, tuple(shape.shape), shape.dtype, group, tuple(range(world_size)))
-        return parameter_layout(*of, split, options, states[group])
+        return ParameterLayout(*of, split, options, states[group])
 
 
 def _named_parameters(model: nn.Module | Iterable[Tensor]) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..checkpoint.objects import Settings
 from ..checkpoint.optimizers import Name
 from ..checkpoint.saved import SavedCheckpoint
-from ..layout.records import Layout, ParameterLayout, parameter_layout
+from ..layout.records import Layout, ParameterLayout
 from ..optim.quantised import is_scale
 from ..options import Communication, ZeroOptions
 from ..partition import BY_ELEMENTS, Choice, Split, splits_of
@@ -100,4 +100,4 @@ def _parameter(
         elif key != MASTER:
             states += value.nbytes
     shape, dtype = tuple(entry.shape), entry.torch_dtype
-    return parameter_layout(name, shape, dtype, entry.group or 0, ranks, split, options, states)
+    return ParameterLayout(name, shape, dtype, entry.group or 0, ranks, split, options, states)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowlevel_zero.bookkeeping.bucket_plan import Item, make_plan
-from lowlevel_zero.layout.records import parameter_layout, with_buckets
+from lowlevel_zero.layout.records import ParameterLayout, with_buckets
 from lowlevel_zero.optim.costs import costs_of
 from lowlevel_zero.options import Communication, ZeroOptions
 from lowlevel_zero.partition import EvenSplit, WholeSplit, alignment_of, deal_out
@@ -150,7 +150,7 @@ def test_a_bucket_of_several_has_all_their_places() -> None:
     assert 0 <= bucket.row - bucket.body < alignment.short
     assert bucket.row % alignment.short == 0
     options = ZeroOptions(stage=2)
-    parameters = [parameter_layout(f"{at}", (NUMEL,), torch.bfloat16, 0, (0, 1), split, options, 8) for at in range(4)]
+    parameters = [ParameterLayout(f"{at}", (NUMEL,), torch.bfloat16, 0, (0, 1), split, options, 8) for at in range(4)]
     layout = with_buckets([(parameters, make_plan(items, [3, 2, 1, 0], 2**40))], stage=2)
     assert [p.offset for p in layout.parameters] == [3 * (2**30 + 4), 2 * (2**30 + 4), 2**30 + 4, 0]
     assert layout.buckets[0].buffer_bytes == 2 * bucket.row * 2
