@@ -364,13 +364,11 @@ def _check_known(known: Mapping[Keys, str], key: str) -> None:
 def _check_value(value: Tensor, record: ShardedParameter, shape: Sequence[int] | None = None) -> None:
     """Raise unless ``value`` is a floating-point tensor of this ``shape``; None: of the parameter's."""
     expected = tuple(record.p.shape if shape is None else shape)
-    if not isinstance(value, Tensor):
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(
-            f"{record.name}: expected value to be a tensor, got {type(value).__name__}: pass torch.tensor(...)"
-        )
-    if not value.is_floating_point():
-        raise TypeError(
-            f"{record.name}: expected value to be of a floating-point dtype, got {value.dtype}: pass value.float()"
+            f"{record.name}: expected value to be a tensor of a floating-point dtype, got {got}: pass "
+            "torch.tensor(...).float()"
         )
     if value.shape != expected:
         raise ValueError(

@@ -73,12 +73,9 @@ def check_same_model(model: BoostedModel, got: Shapes, checkpoint: str, strict: 
     values = model.unwrap().state_dict()
     expected = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in values.items()}
     for name, shape in expected.items():
-        if name not in got:
-            if strict:
-                raise ValueError(
-                    f"{checkpoint}: expected a tensor {name}, which the model has, found none: {_OTHER_MODEL}"
-                )
-        elif got[name] != shape:
+        if strict and name not in got:
+            raise ValueError(f"{checkpoint}: expected a tensor {name}, which the model has, found none: {_OTHER_MODEL}")
+        if got.get(name, shape) != shape:
             raise ValueError(
                 f"{name}: expected the model's shape {shape}, got {got[name]} from {checkpoint}: {_OTHER_MODEL}"
             )
