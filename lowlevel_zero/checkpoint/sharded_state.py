@@ -67,9 +67,6 @@ class ShardedState:
 
     When it is made, gathers are over, and parameters that the caller has moved lie in their storages again. Before it
     is used, ``meet`` is called, on all ranks.
-
-    Attributes:
-        present: the names of the states that are tensors, masters among them, of all ranks' parameters.
     """
 
     def __init__(self, optimizer: LowLevelZeroOptimizer) -> None:
@@ -87,20 +84,14 @@ class ShardedState:
         """
         store = self._optimizer.sharded_parameters
         self._records = {names[record.p]: record for record in store}
-        own = {name: self._told_here[record] for name, record in self._records.items() if record.owns_some}
+        self._told = {name: self._told_here[r] for name, r in self._records.items() if r.owns_some}
         apart = {name for name, r in self._records.items() if r.shard_group or r.split.owner is not None}
         own_names = [[names[p] for p in members] for members in store.groups]
         own_plans = [self._plan_of(group) for group in self._optimizer.sharded_groups]
-        mine = {name: state for name, state in own.items() if name in apart}, own_names, own_plans
+        mine = {name: state for name, state in self._told.items() if name in apart}, own_names, own_plans
         gathered = store.shard_groups[0].all_gather_object(mine) if apart or len(store.shard_groups) > 1 else [mine]
-        self._told = own
         for told, _, _ in gathered:
             self._told = told | self._told
-        self.present: dict[str, list[str]] = {}
-        self._others: dict[str, State] = {}
-        for name, state in self._told.items():
-            self.present[name] = [key for key, value in state.items() if isinstance(value, Tensor)]
-            self._others[name] = {key: value for key, value in state.items() if key not in self.present[name]}
         plans = [plan for _, _, of_rank in gathered for plan in of_rank if plan is not None]
         self._plans = [plan for at, plan in enumerate(plans) if plan not in plans[:at]]
         # The names in each param group: the shared ones as this rank has them, with all ranks' experts between.
@@ -111,6 +102,11 @@ class ShardedState:
             )
             for at, members in enumerate(store.groups)
         ]
+
+    @property
+    def present(self) -> dict[str, list[str]]:
+        """Return the names of the states that are tensors, masters among them, of all ranks' parameters."""
+        return {name: [key for key, each in of.items() if isinstance(each, Tensor)] for name, of in self._told.items()}
 
     def _own_state(self, record: ShardedParameter) -> State:
         """Return this rank's state of a parameter, with any more precise master, nested tensors under flat names."""
@@ -178,13 +174,14 @@ class ShardedState:
         plan for each shard group that has learnt one, states that aren't tensors, and states of no parameter.
         """
         groups = zip(self._optim.param_groups, self._group_names, strict=True)
+        rest = {n: {key: v for key, v in of.items() if not isinstance(v, Tensor)} for n, of in self._told.items()}
         return {
             CLASS: type(self._optim).__name__,
             BLOCK: block_size(self._optim),
             "param_groups": [{**group, "params": list(names)} for group, names in groups],
             "loss_scale": scale_as_numbers(self._optimizer.scaler),
             PLANS: self._plans,
-            "states": {name: others for name, others in self._others.items() if others},
+            "states": {name: of for name, of in rest.items() if of},
             **({OTHERS: others} if (others := states_of_no_parameter(self._optim)) else {}),
         }
 
@@ -319,7 +316,7 @@ class ShardedState:
     def lost(self, settings: Mapping[str, Any], saved: Mapping[str, Collection[str]]) -> list[str]:
         """Return the parameters of these groups that have ``saved`` states but are trained on no rank."""
         names = (name for group in settings["param_groups"] for name in group["params"])
-        return [name for name in names if saved.get(name) and name not in self.present]
+        return [name for name in names if saved.get(name) and name not in self._told]
 
     def slices(
         self, tensors: dict[str, dict[str, Tensor]], settings: Mapping[str, Any]

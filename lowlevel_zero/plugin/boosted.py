@@ -58,5 +58,4 @@ class BoostedModel(LowLevelZeroModel):  # type: ignore[misc]  # ColossalAI ships
         for optimizer in self._optimizers():
             optimizer.finish_gathers()
 
-    def _force_wait_all_gather(self) -> None:  # ColossalAI's name for it
-        self.finish_gathers()
+    _force_wait_all_gather = finish_gathers  # ColossalAI's name for it

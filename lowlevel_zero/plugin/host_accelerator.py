@@ -26,9 +26,7 @@ class HostAccelerator(CpuAccelerator):  # type: ignore[misc]  # ColossalAI ships
         """Seed the host's generator."""
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed the host's generator."""
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
 
 def complete_cpu_accelerator() -> None:
