@@ -20,17 +20,7 @@ from .contents import Contents
 from .folders import locate, on_first_rank
 from .manifest import RANK_STATE, Manifest, read_manifest
 from .objects import Extra, read_data
-from .optimizers import (
-    Name,
-    Optimizers,
-    called,
-    check_names,
-    check_optimizers,
-    check_rank_state,
-    check_schedulers,
-    group_of,
-    names_text,
-)
+from .optimizers import Name, Optimizers, called, check_arguments, check_names, group_of, names_text
 from .saved import SavedCheckpoint
 from .saving import finish_last, run_of
 
@@ -81,11 +71,10 @@ def load_checkpoint(
     with together(group, doing) as lines:
         place = Path(os.path.abspath(path))
         finish_last(group)
-        optimizers = check_optimizers(model, optimizer)
+        optimizers, given = check_arguments(model, optimizer, scheduler, rank_state)
+        schedulers = {name: each for name, each in given.items() if each is not None}
         for each in optimizers.values():
             each.guard.enter("load_checkpoint")
-        schedulers = {name: each for name, each in check_schedulers(scheduler, optimizers).items() if each is not None}
-        check_rank_state(rank_state)
         lines += [f"path {path}", f"{names_text(optimizers, 'optimizer')}, {names_text(schedulers, 'scheduler')}"]
     folder = on_first_rank(group, lambda: locate(place))
     with together(group, doing) as lines:

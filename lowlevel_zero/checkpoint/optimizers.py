@@ -40,7 +40,20 @@ def has_written(optimizers: Iterable[LowLevelZeroOptimizer]) -> bool:
     return any(record.writes for each in optimizers for record in each.sharded_parameters)
 
 
-def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
+def check_arguments(
+    model: object, optimizer: Any, scheduler: Any, rank_state: object
+) -> tuple[dict[Name, LowLevelZeroOptimizer], dict[Name, Stateful | None]]:
+    """Check what a save or a load is given, and return its optimizers and schedulers by name; raise for a mistake."""
+    optimizers = _optimizers(model, optimizer)
+    if not (rank_state is None or isinstance(rank_state, dict)):
+        raise TypeError(
+            f"rank_state: expected a dict of what this rank keeps, got {type(rank_state).__name__}: pass one, as in "
+            "rank_state={'sampler': sampler.state_dict()}"
+        )
+    return optimizers, _schedulers(scheduler, optimizers)
+
+
+def _optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
     """Check that a model's optimizers are this package's and over the same ranks, and return them by name.
 
     Raises:
@@ -70,7 +83,7 @@ def check_optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimi
     return optimizers
 
 
-def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Stateful | None]:
+def _schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name, Stateful | None]:
     """Return each optimizer's scheduler, or None; ``ValueError`` unless named as the optimizers are."""
     if scheduler is None:
         return dict.fromkeys(optimizers)
@@ -79,15 +92,6 @@ def check_schedulers(scheduler: Any, optimizers: Collection[Name]) -> dict[Name,
         remedy = "give each optimizer's own, or None for one without"
         check_names("scheduler", found, optimizers, "as optimizer is", remedy)
     return {name: cast("Stateful | None", found.get(name)) for name in optimizers}
-
-
-def check_rank_state(rank_state: object) -> None:
-    """Raise ``TypeError`` unless it is a dict, or None."""
-    if not (rank_state is None or isinstance(rank_state, dict)):
-        raise TypeError(
-            f"rank_state: expected a dict of what this rank keeps, got {type(rank_state).__name__}: pass one, as in "
-            "rank_state={'sampler': sampler.state_dict()}"
-        )
 
 
 def check_names(kind: str, got: Collection[Name], expected: Collection[Name], why: str, remedy: str) -> None:

@@ -29,16 +29,7 @@ from .contents import Contents
 from .folders import check_target
 from .manifest import OBJECTS, RANK_STATE, UNTRAINED, Manifest
 from .objects import Objects, Settings, packed, saved_bytes
-from .optimizers import (
-    Name,
-    Optimizers,
-    check_optimizers,
-    check_rank_state,
-    check_schedulers,
-    group_of,
-    has_written,
-    names_text,
-)
+from .optimizers import Name, Optimizers, check_arguments, group_of, has_written, names_text
 from .plan import Keys, Share, name_of
 from .storage import CheckpointWriter
 
@@ -107,10 +98,8 @@ def save_checkpoint(
         target = Path(os.path.abspath(path))
         finish_last(group)
         _KEEP("keep", keep)
-        check_rank_state(rank_state)
         check_target(target)
-        optimizers = check_optimizers(model, optimizer)
-        schedulers = check_schedulers(scheduler, optimizers)
+        optimizers, schedulers = check_arguments(model, optimizer, scheduler, rank_state)
         for each in optimizers.values():
             each.refuse_undefined("save_checkpoint")
         contents = Contents(model, optimizers)
