@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..optim.quantised import is_scale, scales_of
-from ..state.loading import ADDED, CLASS, EXTRAS, FP8, OTHERS, PLANS, State
-from ..state.nested import nested
+from ..state.loading import ADDED, CLASS, EXTRAS, FP8, OTHERS, PLANS
+from ..state.nested import State, nested
 from .folders import publish, sync
 from .objects import Settings
 from .optimizers import Name

@@ -23,20 +23,11 @@ from ..communication.shard_group import ShardGroup
 from ..construction.sharding import distinct
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.global_names import global_names
-from ..state.loading import (
-    CLASS,
-    FP8,
-    MASTER,
-    PLANS,
-    State,
-    all_or_nothing,
-    restore_masters,
-    takes_master,
-    warn_of_lost_states,
-)
+from ..state.loading import FP8, MASTER, all_or_nothing, restore_masters, takes_master, warn_of_lost_states
+from ..state.nested import State
 from .objects import packed, unpacked
 from .optimizers import has_written
-from .sharded_state import ShardedState
+from .sharded_state import PLAIN, ShardedState
 
 _log = logging.getLogger("lowlevel_zero")
 
@@ -132,9 +123,8 @@ class Sharded(Stateful):
         marks = [name for group in groups for name in group["params"] if name.startswith(_MARK)]
         saved = [mark for mark in marks if mark is not self._own]
         named = [{**group, "params": [name for name in group["params"] if name not in marks]} for group in groups]
-        plain: dict[str, Any] = {CLASS: None, "loss_scale": None, PLANS: (), "states": {}}
         own = unpacked(base64.b64decode(saved[0].removeprefix(_MARK))) if saved else {}
-        return {**plain, FP8: False, **own, "param_groups": named}
+        return {**PLAIN, FP8: False, **own, "param_groups": named}
 
 
 def _state_of(optimizer: LowLevelZeroOptimizer) -> ShardedState:

@@ -21,23 +21,14 @@ from ..partition import WholeSplit
 from ..sharded_group import ShardedGroup
 from ..state.boxes import Blocks, BoxedTensor, Shape, Spans, boxed
 from ..state.global_names import with_experts
-from ..state.loading import (
-    CLASS,
-    MASTER,
-    OTHERS,
-    PLANS,
-    State,
-    check_class,
-    load_slices,
-    states_of_no_parameter,
-    takes_master,
-)
-from ..state.nested import flattened, nested
+from ..state.loading import CLASS, MASTER, OTHERS, PLANS, check_class, load_slices, states_of_no_parameter, takes_master
+from ..state.nested import State, flattened, nested
 from ..state.values import is_slice, told_state
 from ..state.whole import scale_as_numbers, with_master
 from .saved import SavedCheckpoint
 
 BLOCK = "block"  # among settings: the elements that share a scale
+PLAIN: State = {CLASS: None, "loss_scale": None, PLANS: (), "states": {}}  # settings that plain optimizers don't save
 _TRIED = 7  # elements of a parameter that is tried: a state is unlikely to have 7 for another reason
 # By parameter and key; as in torch's own state dicts by name, there may be others beside tensors.
 States: TypeAlias = dict[str, dict[str, Tensor]]

@@ -19,6 +19,7 @@ from ..communication.agreement import together
 from ..communication.shard_group import ShardGroup
 from ..optim.quantised import block_size, quantised_state
 from ..optim.trials import missing_in
+from .nested import State
 from .values import Slice, whole_slices
 
 _log = logging.getLogger("lowlevel_zero")
@@ -34,8 +35,6 @@ OTHERS = "others"  # states of no parameter
 # Among those: what the class adds to its own state dict, beside states and groups.
 ADDED = "lowlevel_zero.added"
 CLASS = "class"  # the name of the wrapped optimizer's
-
-State = dict[str, Any]
 
 _SAME_CLASS = "build the optimizer that was saved, or load the model alone"
 

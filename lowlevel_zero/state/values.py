@@ -17,8 +17,7 @@ from ..bookkeeping.storages import flat_in_memory_order
 from ..communication.shard_group import ShardGroup
 from ..partition import END_TO_END
 from ..sharded_group import ShardedGroup
-
-State = dict[str, Any]
+from .nested import State
 
 # The state that is one number a parameter where it is 0-d, also beside a 0-d parameter: it is never cut.
 STEP = "step"

@@ -31,7 +31,6 @@ from .loading import (
     FP8,
     MASTER,
     PLANS,
-    State,
     added_to,
     all_or_nothing,
     check_class,
@@ -40,6 +39,7 @@ from .loading import (
     states_of_no_parameter,
     warn_of_lost_states,
 )
+from .nested import State
 from .values import Slice, is_slice, slice_state, told_by_owner, told_states, whole_slices
 
 _GIVE, _DOING = "give its state dict", "load a state dict"
