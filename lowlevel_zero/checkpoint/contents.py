@@ -95,16 +95,15 @@ class Contents:
         self.groups = [self.group, *{_ranks_of(group): group for group in apart}.values()]
         self.entries: dict[str, Entry] = {}
         self.tied: dict[str, str] = {}
-        number_of = self._enter(model)
+        self._enter(model)
         self._stateful = _stateful(model)
         self.extra_states = {name: module.get_extra_state() for name, module in self._stateful.items()}
         self._number_of = {name: entry.shard_group for name, entry in self.entries.items()}
         self._number_of |= {alias: self._number_of[name] for alias, name in self.tied.items()}
-        of_modules = _numbers_of_modules(model, number_of)
-        self._number_of |= {name: of_modules[module] for name, module in self._stateful.items()}
+        self._number_of |= {name: _number_around(name, self._number_of) for name in self._stateful}
 
-    def _enter(self, model: nn.Module) -> dict[Tensor, int]:
-        """Fill ``entries`` and ``tied``, and return shard groups' numbers by tensor; raise if the model lacks one."""
+    def _enter(self, model: nn.Module) -> None:
+        """Fill ``entries`` and ``tied``; raise if the model lacks a tensor that an optimizer trains."""
         owners = _owners(self.optimizers)
         number = {_ranks_of(group): at for at, group in enumerate(self.groups) if at}
         stores = [optimizer.sharded_parameters for optimizer in self.optimizers.values()]
@@ -135,7 +134,6 @@ class Contents:
                     "was replaced after the optimizer was constructed, construct a new optimizer over "
                     "model.parameters(), which trains the new layer"
                 )
-        return number_of
 
     def meet(self, doing: str, exclude_frozen: bool = False) -> None:
         """Exchange names and states that only some ranks have, and make names global. Communicates if there are any.
@@ -351,16 +349,16 @@ def _ranks_of(group: ShardGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group.group))
 
 
-def _numbers_of_modules(module: nn.Module, numbers: Mapping[Tensor, int], around: int = 0) -> dict[nn.Module, int]:
-    """Map ``module`` and each one in it to the number of the shard group of its tensors; 0 if they are of several.
+def _number_around(name: str, number_of: Mapping[str, int]) -> int:
+    """Return the number of the shard group of the tensors in the innermost module around ``name`` that has some.
 
-    A module without tensors has the number of the module around it, ``around``.
+    ``number_of``: the numbers by the tensors' names. 0: they are of several groups.
     """
-    own = {numbers.get(tensor, 0) for tensor in (*module.parameters(), *module.buffers())} or {around}
-    found = {module: own.pop() if len(own) == 1 else 0}
-    for child in module.children():
-        found = _numbers_of_modules(child, numbers, found[module]) | found
-    return found
+    module = name.rpartition(".")[0]
+    own = {number for each, number in number_of.items() if each.startswith(module and f"{module}.")}
+    if module and not own:
+        return _number_around(module, number_of)
+    return own.pop() if len(own) == 1 else 0
 
 
 def _overwrite(tensor: Tensor, values: Tensor) -> None:
