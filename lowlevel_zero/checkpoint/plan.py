@@ -101,19 +101,17 @@ def metadata_of(share: Share, ranks: int) -> bytes:
     for alias, path in share.tied.items():
         aliases.setdefault(path, []).append(alias)
     for tensor in share.plan:
+        named = {name_of(path): path for path in (tensor.path, *aliases.get(tensor.path, ()))}
         chunks: list[ChunkStorageMetadata] = []
-        found: list[_StorageInfo] = []
         for part, writer in enumerate(tensor.writers):
             for box, layout in tensor.boxes(part):
+                place = _StorageInfo(TENSORS.format(writer), ends[writer], layout.length)
+                places.update({MetadataIndex(name, torch.Size(box.offsets), len(chunks)): place for name in named})
                 chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-                found.append(_StorageInfo(TENSORS.format(writer), ends[writer], layout.length))
                 ends[writer] += layout.length
-        for path in (tensor.path, *aliases.get(tensor.path, ())):
-            name = name_of(path)
-            paths[name] = path
-            described[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
-            for number, (chunk, place) in enumerate(zip(chunks, found, strict=True)):
-                places[MetadataIndex(name, chunk.offsets, number)] = place
+        paths |= named
+        tensors = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
+        described |= dict.fromkeys(named, tensors)
     for path, content in share.pickles.items():
         name = name_of(path)
         paths[name] = path
