@@ -175,11 +175,9 @@ class Layout:
         """Return the bytes that each global rank holds, without states that only another rank knows (see ``own``)."""
         found = dict.fromkeys(self.ranks, 0)
         for p in self.parameters:
-            owner = p.split.owner
-            for rank in p.process_group:
-                found[rank] += p.everywhere.total + (p.own.total if owner is None else 0)
-            if owner is not None:
-                found[p.process_group[owner]] += p.own.total
+            everywhere, own = p.everywhere.total, p.own.total
+            for at, rank in enumerate(p.process_group):
+                found[rank] += everywhere + (own if p.split.owner in (None, at) else 0)
         return found
 
     def as_dict(self) -> dict[str, object]:
