@@ -240,10 +240,7 @@ class Contents:
             for name, entry in self.entries.items():
                 record, like = entry.record, saved.model.get(name)
                 if like is not None and record is not None:
-                    own = (
-                        record.row if record.row.dtype == like.dtype else torch.empty_like(record.row, dtype=like.dtype)
-                    )
-                    row = entry.boxed(own)
+                    row = entry.boxed(record.row.to(like.dtype))  # the row itself if it is of this dtype
                     saved.read(row, name)
                     record.load_row(row.local, self.states_of[entry.saved.optimizer].read(name, saved))
                 elif like is not None and like.numel():

@@ -185,13 +185,9 @@ def whole_states(
     own = {record: optim.state.get(record.p32, {}) for record in records}
     told = told_states(own, told_by_owner(own, group.rank), group)
     values = [told[record].get(key) for record in records]
-    sliced = [
-        Slice(record, value)
-        for record, value in zip(records, values, strict=True)
-        if value is not None and is_slice(key, value, record)
-    ]
-    gathered = whole_slices(sliced, group)
-    for record, value in zip(records, values, strict=True):
+    states = list(zip(records, values, strict=True))
+    gathered = whole_slices([Slice(record, value) for record, value in states if is_slice(key, value, record)], group)
+    for record, value in states:
         if value is None:
             yield None
         elif is_slice(key, value, record):
