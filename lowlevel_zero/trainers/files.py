@@ -25,12 +25,7 @@ def save_sharded(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -> 
 
     Else an unsharded run, or any run after a crash of this one, would load the former state.
     """
-
-    def remove_former() -> None:
-        file.unlink(missing_ok=True)
-        remove_sharded(folder)
-
-    on_first_rank(optimizer.shard_group, remove_former)
+    on_first_rank(optimizer.shard_group, lambda: remove_sharded(folder, file))
     save({"optimizer": Sharded(optimizer)}, checkpoint_id=folder)
 
 
@@ -55,9 +50,9 @@ def load_optimizer(optimizer: LowLevelZeroOptimizer, folder: Path, file: Path) -
         optimizer.load_state_dict(state)
 
 
-def remove_sharded(folder: Path) -> None:
-    """Delete the files of a former ``save_sharded``, metadata first, so that a crash leaves nothing that loads."""
-    for file in (folder / METADATA, *folder.glob("__*_*.distcp")):
+def remove_sharded(folder: Path, *files: Path) -> None:
+    """Delete ``files``, and a former ``save_sharded``'s, metadata first, so that a crash leaves nothing that loads."""
+    for file in (*files, folder / METADATA, *folder.glob("__*_*.distcp")):
         file.unlink(missing_ok=True)
 
 
