@@ -96,7 +96,7 @@ def save_checkpoint(
     doing = f"save a checkpoint to {path}"
     with together(group, doing, _SAVES) as lines:
         target = Path(os.path.abspath(path))
-        finish_last(group)
+        last = finish_last(group)
         _KEEP("keep", keep)
         check_target(target)
         optimizers, schedulers = check_arguments(model, optimizer, scheduler, rank_state)
@@ -106,7 +106,7 @@ def save_checkpoint(
         lines.marked = has_written(optimizers.values())
         lines += [f"path {target}", f"async_save={async_save}, keep={keep}, exclude_frozen={exclude_frozen}"]
         lines += [names_text(optimizers, "optimizer"), *contents.lines()]
-        saving = Saving(target)
+        saving = Saving(target, last if async_save else None)
     for each in optimizers.values() if lines.marked else ():
         each.guard.refuse_uneven(doing, each.sharded_groups)
     contents.meet(doing, exclude_frozen)
@@ -136,10 +136,10 @@ class Saving(Background[Path]):
             again. None: nothing has been copied.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last: Saving | None) -> None:
         super().__init__()
         self.path = path
-        self.staging: Tensor | None = None
+        self.staging: Tensor | None = None if last is None else last.staging
 
     def wait(self) -> Path:
         """Wait until the checkpoint is written, and return its path.
@@ -149,8 +149,8 @@ class Saving(Background[Path]):
         """
         return self.result()
 
-    def stage(self, values: Mapping[Keys, Tensor], former: Tensor | None) -> dict[Keys, Tensor]:
-        """Copy 1-D ``values`` to the host, wait, and return the copies, in ``former`` memory if it is large enough.
+    def stage(self, values: Mapping[Keys, Tensor]) -> dict[Keys, Tensor]:
+        """Copy 1-D ``values`` to the host, wait, and return the copies, in the last save's memory if it is enough.
 
         It is pinned where values come from a device. Returns when the values may change.
         """
@@ -160,9 +160,9 @@ class Saving(Background[Path]):
             end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
         devices = {value.device for value in values.values()}
         pins = streams_of(devices).pins
-        if former is None or former.nbytes < end or former.is_pinned() != pins:
-            former = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pins)
-        self.staging = staging = former
+        staging = self.staging
+        if staging is None or staging.nbytes < end or staging.is_pinned() != pins:
+            self.staging = staging = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pins)
         copies = {keys: staging[places[keys]].view(value.dtype) for keys, value in values.items()}
         for keys, copy in copies.items():
             copy.copy_(values[keys].detach(), non_blocking=True)
@@ -192,28 +192,28 @@ def _prepare(
     if rank_state is not None:
         share.files[RANK_STATE.format(rank)] = packed(rank_state, "rank_state")
     if rank == 0:
-        named = objects.by_keys()
         share.files[OBJECTS] = content
-        share.pickles = {keys: saved_bytes(each) for keys, each in named.items() if not isinstance(each, Tensor)}
-        for keys, value in named.items():
+        for keys, value in objects.by_keys().items():
             if isinstance(value, Tensor):
                 share.add(keys, value, [0])
+            else:
+                share.pickles[keys] = saved_bytes(value)
     if staging is not None:
-        last = context_of(contents.group.group).writing
-        share.values = staging.stage(share.values, last.staging if isinstance(last, Saving) else None)
+        share.values = staging.stage(share.values)
     return share
 
 
-def finish_last(group: ShardGroup) -> None:
-    """Wait for this group's asynchronous save, and raise its error if nobody has been told of it yet."""
+def finish_last(group: ShardGroup) -> Saving | None:
+    """Wait for this group's asynchronous save, raise its error if nobody has been told of it yet, and return it."""
     last = context_of(group.group).writing
-    if last is not None:
-        known = isinstance(last, Saving) and last.told
-        error = last.exception()
-        if error is not None and not known:
-            raise RuntimeError(
-                f"expected the asynchronous save before to have succeeded, it failed ({error}): mend it, and save again"
-            ) from error
+    if not isinstance(last, Saving):
+        return None
+    known, error = last.told, last.exception()
+    if error is not None and not known:
+        raise RuntimeError(
+            f"expected the asynchronous save before to have succeeded, it failed ({error}): mend it, and save again"
+        ) from error
+    return last
 
 
 def run_of(
