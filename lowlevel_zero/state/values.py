@@ -184,8 +184,7 @@ def whole_states(
     """
     own = {record: optim.state.get(record.p32, {}) for record in records}
     told = told_states(own, told_by_owner(own, group.rank), group)
-    values = [told[record].get(key) for record in records]
-    states = list(zip(records, values, strict=True))
+    states: list[tuple[ShardedParameter, Any]] = [(record, told[record].get(key)) for record in records]
     gathered = whole_slices([Slice(record, value) for record, value in states if is_slice(key, value, record)], group)
     for record, value in states:
         if value is None:
