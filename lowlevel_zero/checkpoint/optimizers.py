@@ -73,13 +73,8 @@ def _optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
         if not isinstance(optimizer, LowLevelZeroOptimizer):
             raise _not_ours(called(name), optimizer)
         optimizers[name] = optimizer
-    first, *others = optimizers.values()
-    ranks = dist.get_process_group_ranks(first.shard_group.group)
-    for other in others:
-        if dist.get_process_group_ranks(other.shard_group.group) != ranks:
-            raise ValueError(
-                "optimizer: expected optimizers over the same ranks, got some over others: save them apart"
-            )
+    if len({tuple(dist.get_process_group_ranks(each.shard_group.group)) for each in optimizers.values()}) > 1:
+        raise ValueError("optimizer: expected optimizers over the same ranks, got some over others: save them apart")
     return optimizers
 
 

@@ -125,8 +125,8 @@ MADE_ONCE = [
         (
             Change(
                 "checkpoint/contents.py",
-                "            undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))\n            "
-                "module.set_extra_state(saved.objects.model[name])\n",
+                "            undo.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))\n"
+                "            module.set_extra_state(saved.objects.model[name])\n",
                 "            pass\n",
             ),
             Change(
