@@ -191,7 +191,7 @@ class GradientStore:
         In fp16 an element that overflowed stays as it is, so that the step is skipped, as ``GradScaler`` skips one
         whatever has been made of its gradients.
         """
-        for record, own in self._edited(records):
+        for record, own in self._edited(dict.fromkeys(records)):  # a gradient may be given twice
             before = own.clone() if self._state.is_scaled else None
             for edit in edits[record]:
                 edit(own)

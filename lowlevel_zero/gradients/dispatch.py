@@ -122,27 +122,21 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
         listed and any(isinstance(each, Tensor) and each.dim() for each in beside)
     ):
         return _write(func, args, kwargs)
-    edits: dict[OptimizerGradients, dict[ShardedParameter, list[Edit]]] = {}
-    plain = []
+    edits: dict[ShardedParameter, list[Edit]] = {}
     for at, target in enumerate(targets):
-        mine = [_at(at, each, len(targets)) for each in args[1:]] if listed else args[1:]
         if _is_sharded(target):
-            record, gradients = _edited(target)
+            record, _ = _edited(target)
             own = partial(_part, target, record)
-            edit = partial(_edit, func, listed, mapped(own, mine), mapped(own, kwargs))
-            edits.setdefault(gradients, {}).setdefault(record, []).append(edit)
-        else:
-            plain.append(partial(func, [target], *mine, **kwargs))
-    for each in plain:
-        each()
-    for gradients, of_records in edits.items():
-        gradients.change(of_records, _edit_text(func, args, kwargs), partial(GradientStore.edit, edits=of_records))
-    return _finish_edit(args, kwargs, sharded)
+            mine = _others(args, [at]) if listed else args[1:]
+            edits.setdefault(record, []).append(partial(_edit, func, listed, mapped(own, mine), mapped(own, kwargs)))
+    return _change_together(func, args, kwargs, partial(GradientStore.edit, edits=edits))
 
 
-def _at(at: int, value: Any, count: int) -> Any:
-    """Return ``[value[at]]`` if ``value`` is a list of ``count``, one for each tensor, else ``value`` itself."""
-    return [value[at]] if isinstance(value, (list, tuple)) and len(value) == count else value
+def _others(args: Args, places: Sequence[int]) -> list[Any]:
+    """Return the arguments behind the list ``args[0]``, for its tensors at ``places`` alone."""
+    count = len(args[0])
+    lists = [isinstance(each, (list, tuple)) and len(each) == count for each in args[1:]]
+    return [[each[at] for at in places] if cut else each for each, cut in zip(args[1:], lists, strict=True)]
 
 
 def _edited(target: ShardedGradient) -> tuple[ShardedParameter, OptimizerGradients]:
@@ -198,15 +192,6 @@ def _edit_text(func: Any, args: Args, kwargs: Keywords) -> str:
     return " ".join([name_of(func), *numbers])
 
 
-def _finish_edit(args: Args, kwargs: Keywords, sharded: Sequence[ShardedGradient]) -> Any:
-    """Renew what detached gradients keep, and return ``args[0]``, or None if it is a list; raise if one was cleared."""
-    for each in sharded:
-        _edited(each)  # finishing reductions may have found that it was cleared
-        each.keep_current()
-    _note_history(sharded, args, kwargs)
-    return None if isinstance(args[0], (list, tuple)) else args[0]
-
-
 def _scale(func: Any, args: Args, kwargs: Keywords) -> Any:
     """Multiply or divide gradients by one number, noted for a whole bucket; other factors by elements. Communicates."""
     _, _, sharded = _targets(args)
@@ -229,13 +214,21 @@ def _zero(func: Any, args: Args, kwargs: Keywords) -> Any:
 
 
 def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) -> Any:
-    """Apply ``change`` to the sharded targets, once for each optimizer, and ``func`` to plain ones. Communicates."""
-    _, targets, sharded = _targets(args)
-    if len(sharded) < len(targets):
-        func([each for each in targets if not _is_sharded(each)], *args[1:])
+    """Apply ``func`` to plain targets, and ``change`` to sharded ones, once for each optimizer. Communicates.
+
+    Returns ``args[0]``, or None if it is a list; raises if a sharded gradient was cleared.
+    """
+    listed, targets, sharded = _targets(args)
+    plain = [at for at, each in enumerate(targets) if not _is_sharded(each)]
+    if plain:
+        func([targets[at] for at in plain], *_others(args, plain), **kwargs)
     for gradients, records in _by_optimizer(sharded).items():
         gradients.change(records, _edit_text(func, args, kwargs), change)
-    return _finish_edit(args, kwargs, sharded)
+    for each in sharded:
+        _edited(each)  # finishing reductions may have found that it was cleared
+        each.keep_current()
+    _note_history(sharded, args, kwargs)
+    return None if listed else args[0]
 
 
 def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients, list[ShardedParameter]]:
