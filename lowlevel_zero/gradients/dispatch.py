@@ -16,7 +16,7 @@ from ..bookkeeping.sharded_parameter import ShardedParameter
 from . import refusals
 from .of_optimizer import Change, OptimizerGradients
 from .operations import Args, Keywords, mapped, name_of, number_in, tensors_in, written_arguments
-from .sharded_gradient import ShardedGradient, Wholes
+from .sharded_gradient import ShardedGradient, ViewOfGradient, Wholes
 
 # It is called with an operator and its arguments.
 Performer: TypeAlias = Callable[[Any, Args, Keywords], Any]
@@ -94,12 +94,12 @@ def _view(func: Any, args: Args, kwargs: Keywords) -> Any:
 
     likes = look(_empty(of, "meta"))
     if isinstance(likes, Tensor):
-        return of.viewed(likes, look)
+        return ViewOfGradient(of, likes, look)
 
     def one(at: int, whole: Tensor) -> Any:
         return look(whole)[at]
 
-    return [of.viewed(like, partial(one, at)) for at, like in enumerate(likes)]
+    return [ViewOfGradient(of, like, partial(one, at)) for at, like in enumerate(likes)]
 
 
 # ---- this rank's slices ----

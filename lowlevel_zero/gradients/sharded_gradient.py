@@ -244,10 +244,6 @@ class ShardedGradient(Handle):
         """Return a new detached gradient, which keeps a copy of this rank's slice as it is now. Communicates."""
         return DetachedGradient(self, self)
 
-    def viewed(self, like: Tensor, look: Callable[[Tensor], Tensor]) -> ShardedGradient:
-        """Return a view with the shape and strides of ``like``; ``look`` makes it from a whole gradient."""
-        return ViewOfGradient(self, like, look)
-
 
 class DetachedGradient(ShardedGradient):
     """The result of ``p.grad.detach()``: it keeps its values, and writes go through to ``p.grad``."""
