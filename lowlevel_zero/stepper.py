@@ -175,16 +175,10 @@ class Stepper:
         parameters and states stay as they are. Where no parameter has a gradient, an optimizer that may count its steps
         steps all the same.
         """
-        parts, in_parts = self._parts(), steps_in_parts(self._optim)
-        by_kernel = in_parts and is_fused(self._optim)
-        left_out = overflow is not None and not by_kernel and bool(overflow.item())
         self._gate.is_open = True
         try:
-            if parts:
-                with _fused(self._optim) if self._on_host else nullcontext():
-                    self._step_parts(parts, factor, overflow, in_parts, left_out)
-            elif not (in_parts or left_out):
-                self._step_own()
+            with _fused(self._optim) if self._on_host else nullcontext():
+                self._step_parts(self._parts(), factor, overflow, steps_in_parts(self._optim))
         finally:
             self._gate.is_open = False
         self._end()
@@ -211,28 +205,27 @@ class Stepper:
         part.group.gathers.limit()
 
     def _step_parts(
-        self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool, left_out: bool
+        self, parts: Sequence[Part], factor: float | Tensor, overflow: Tensor | None, in_parts: bool
     ) -> None:
-        """Step and gather all at once, or part by part if ``in_parts``; gather alone if ``left_out``. Communicates."""
+        """Step and gather all at once, or part by part if ``in_parts``; gather alone on overflow. Communicates."""
         # A kernel scales gradients where no hook looks at them. Ranks may differ in it: no collective depends on it,
         # and the arithmetic is the same. (Not for masters of 16 bits, to which ``assign_gradients`` rounds gradients,
         # or of fp64, since a kernel takes the scale in fp32.)
         fused = in_parts and is_fused(self._optim)
+        left_out = overflow is not None and not fused and bool(overflow.item())
         dtypes = {each.records[0].p32.dtype for part in parts for each in part.buckets}
         by_optimizer = fused and dtypes <= {torch.float32}
-        device = parts[0].records[0].p32.device
+        device = self._parameters.records[0].p32.device
         with _scaling(self._optim, factor if by_optimizer else 1.0, overflow, device) if fused else nullcontext():
-            for part in parts:
-                for bucket in part.buckets:
+            for some in [[part] for part in parts] if in_parts else [parts]:
+                for bucket in chain.from_iterable(part.buckets for part in some):
                     self.assign_gradients(bucket, factor, by_optimizer, overflow is not None)
                 if in_parts and not left_out:
-                    self._step_part(part.records)
-                if in_parts or left_out:
+                    self._step_part(some[0].records)
+                elif not left_out:
+                    self._step_own()
+                for part in some:
                     self._gather(part)
-        if not (in_parts or left_out):
-            self._step_own()
-            for part in parts:
-                self._gather(part)
 
     def _parts_of(self, group: ShardedGroup) -> list[Part]:
         """Return a group's parts: newest buckets first (on the host oldest), then unused ones if ``writes_unused``.
