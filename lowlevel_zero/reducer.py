@@ -89,7 +89,7 @@ class Reducer:
                 if self._unused.detecting:
                     reached = self._unused.reached(loss, inputs)
             finally:  # as all ranks do: even where the graph can't be looked at, as if its backward had failed
-                self._open_sync(reached)
+                self.syncs.open(reached)
 
     def end(self, failed: bool) -> None:
         """Close the sync of an ``optimizer.backward``, if one is open, even after an error. Communicates.
@@ -168,7 +168,7 @@ class Reducer:
                 return False
             self.syncs.may_be_alone = True
             self._follow_callers(adds=True)
-            self._open_sync()
+            self.syncs.open()
             self.syncs.starts_early = self._overlaps
         except Exception as error:
             self._state.failure.note(error, Damage.GRADIENTS)
@@ -179,7 +179,6 @@ class Reducer:
         """Leave a plain backward's gradient in ``p.grad`` until the ranks agree on a call."""
         if self._backwards.watch():
             self._follow_callers(adds=True)
-            self._gradients.note_used()
         self._keeps_some = True
         self._state.complete = False
 
@@ -201,11 +200,6 @@ class Reducer:
             shown_gradients.note_waiting(record)
 
     # ---- one sync ----
-
-    def _open_sync(self, reached: set[int] | None = None) -> None:
-        """Open a sync as ``GradientSyncs.open`` does, and note the gradients that a step has used. May communicate."""
-        self.syncs.open(reached)
-        self._gradients.note_used()
 
     def warn_of_used(self) -> None:
         """Warn once, on the first rank, if a step has used gradients for the second time, with later ones added."""

@@ -57,7 +57,7 @@ class Bucket:
         self.records = records  # in the row's order; one that no rank used has zeros there
         self.started = False  # its buffer is being reduced, or has been
         self.stepped = False  # a step has used what it holds
-        self.reused = False  # and a backward has begun since, which adds to it
+        self.reused = False  # and a later backward has added to it
         self.missing = len(records)  # gradients that it still waits for
         self.rows: Tensor | None = None  # all ranks' rows, ``[world_size, body]``, in stage 1 before the step
         self.scale: float | Tensor | None = None  # makes the sum averaged and unscaled; None: a fresh reduction's
@@ -125,10 +125,6 @@ class Bucket:
     def own_row(self, rows: Tensor) -> Tensor:
         """Return a view of this rank's row of ``rows``, ``[body]``; ``[0]`` if another rank owns the bucket."""
         return self.records[0].split.own_row(rows, self.records[0].rank)
-
-    def hold_for_step(self, row: Tensor) -> None:
-        """Keep this rank's row of averaged, unscaled gradients, and drop other rows."""
-        self.rows, self.row, self.scale = None, row, 1.0
 
     @property
     def measured(self) -> Tensor:

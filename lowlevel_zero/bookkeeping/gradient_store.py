@@ -55,14 +55,10 @@ class GradientStore:
             bucket.hold(total)
             self._enter(bucket)
         else:
+            kept.reused |= kept.stepped
             sums = self._raw(kept)
             kept.hold(sums.add_(_like(sums, total, bucket)))
             kept.empty.clear()
-
-    def note_used(self) -> None:
-        """Note, as a backward begins, the sums that a step has used: what comes is added to them."""
-        for bucket in self.buckets:
-            bucket.reused = bucket.reused or bucket.stepped
 
     def _enter(self, bucket: Bucket) -> None:
         self.buckets.append(bucket)
@@ -73,6 +69,7 @@ class GradientStore:
         parts = dict(zip(bucket.planned.members, bucket.split(total), strict=True))
         for kept in before:
             if kept is not None:
+                kept.reused |= kept.stepped
                 sums = self._raw(kept)
                 for index, part in zip(kept.planned.members, kept.split(sums), strict=True):
                     if index in parts:
@@ -208,7 +205,7 @@ class GradientStore:
             elif scale != 1.0:
                 row = row * scale
             _clear_absent(bucket, row)  # zeros times a factor that isn't finite, as of a clip, are NaN
-            bucket.hold_for_step(row)
+            bucket.rows, bucket.row, bucket.scale = None, row, 1.0
             bucket.stepped = bucket.reused = False
             for record in some:
                 start, stop = record.split.span(record.rank)

@@ -241,9 +241,9 @@ DRAWN = [
     ),
     Mistake.of(
         "gradients that were edited are averaged again by the step",
-        BUCKETS,
-        "self.rows, self.row, self.scale = None, row, 1.0",
-        "self.rows, self.row, self.scale = None, row, None",
+        SUMS,
+        "bucket.rows, bucket.row, bucket.scale = None, row, 1.0",
+        "bucket.rows, bucket.row, bucket.scale = None, row, None",
         7,
     ),
     Mistake.of(
