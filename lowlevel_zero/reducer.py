@@ -333,7 +333,9 @@ class Reducer:
         self._state.agreed = True
         self._state.failure.mend(Damage.CALL)  # whatever ended an earlier one, the ranks are in the same call again
         self.syncs.catch_up(agreed.syncs, completes)
-        present = self._unused.exchange_presence().wait() if agreed.lacks else None
+        present = None
+        if agreed.lacks:
+            present = self._unused.exchange([record.index for record in self._records if record.worked]).wait()
         self.syncs.finish()
         self._keeps_some &= not completes
         return present
@@ -381,7 +383,10 @@ class Reducer:
         learns = not self.plan.order and self._group.progress.micro_batch > 0
         if learns:
             self.plan.learn()
-        if (self._unused.lacked and self._unused.end_step()) or learns:
+        detects = self._unused.lacked and not self._unused.detecting
+        self._unused.detecting |= detects
+        self._unused.lacked = False
+        if learns or detects:
             self.plan.follow(self._unused.detecting)
         self._gradients.version += 1
         self._group.progress.micro_batch = 0

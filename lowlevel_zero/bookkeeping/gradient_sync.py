@@ -209,7 +209,7 @@ class GradientSyncs:
         self._state.failure.mend(Damage.PARAMETERS)
         order, came, repeats, detecting = state or PlanState([], 0, [], False)
         self.buckets.repeats = set(repeats)
-        self.unused.restore(detecting)
+        self.unused.detecting, self.unused.lacked = detecting, False
         self.plan.restore(detecting, order, came)
 
     # ---- queries ----

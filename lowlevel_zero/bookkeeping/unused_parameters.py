@@ -76,24 +76,6 @@ class UnusedParameters:
 
         return self._group.start_all_reduce_max(torch.frombuffer(buffer, dtype=torch.uint8)).then(read)
 
-    def exchange_presence(self) -> Work[bytes]:
-        """Start exchanging the presence map: which parameters had a gradient on some rank. Communicates."""
-        return self.exchange([record.index for record in self._records if record.worked])
-
-    # ---- switching detection on ----
-
-    def end_step(self) -> bool:
-        """Switch detection on between steps, since a gradient lacked; return whether it was off."""
-        starts = not self.detecting
-        self.detecting = True
-        self.lacked = False
-        return starts
-
-    def restore(self, detecting: bool) -> None:
-        """Continue with another run's setting of detection, between two steps."""
-        self.detecting = detecting
-        self.lacked = False
-
 
 def _leaves(root: Node) -> list[Tensor]:
     """Return the leaf tensors of the graph under ``root``."""

@@ -155,8 +155,9 @@ MUTANTS = [
     Mutant(
         "a stale presence map",
         REDUCER,
-        "present = self._unused.exchange_presence().wait() if agreed.lacks else None",
-        "present = agreed.lacks and vars(self).setdefault('_map', self._unused.exchange_presence().wait()) or None",
+        "present = self._unused.exchange([record.index for record in self._records if record.worked]).wait()",
+        "own = [record.index for record in self._records if record.worked]\n"
+        "            present = vars(self).setdefault('_map', self._unused.exchange(own).wait())",
         DROPS,
     ),
     Mutant(
@@ -173,7 +174,9 @@ MUTANTS = [
         "return self.learnt",
         UNUSED_TESTS,
     ),
-    Mutant("detection never starts", UNUSED, "        self.detecting = True", "        pass", UNUSED_TESTS),
+    Mutant(
+        "detection never starts", REDUCER, "self._unused.lacked and not self._unused.detecting", "False", UNUSED_TESTS
+    ),
     Mutant("what came unforeseen isn't learnt", SYNCS, "self.unused.learnt.update(", "set().update(", UNUSED_TESTS),
     Mutant(
         "a narrowed plan keeps what nobody uses", PLAN, "strict=True) if used[index]]", "strict=True)]", UNUSED_TESTS
