@@ -280,8 +280,11 @@ class GradientStore:
 
     def assign(self, assigned: Mapping[ShardedParameter, Tensor]) -> None:
         """Overwrite this rank's averaged gradients with the ones that callers have assigned to slices."""
-        plain = {record: _plain_slice(record, given) for record, given in assigned.items()}
-        self.edit(plain, {record: [partial(_copy, value)] for record, value in plain.items()})
+        edits: dict[ShardedParameter, list[Edit]] = {}
+        for record, given in assigned.items():
+            value = given.to_local() if isinstance(given, Handle) else record.flat_slice(given.detach().to_dense())
+            edits[record] = [partial(_copy, value)]
+        self.edit(edits, edits)
 
     # ---- who had one ----
 
@@ -343,11 +346,6 @@ def _like(sums: Tensor, total: Tensor, bucket: Bucket) -> Tensor:
 
 def _copy(value: Tensor, own: Tensor) -> None:
     own.copy_(value[: len(own)])
-
-
-def _plain_slice(record: ShardedParameter, given: Tensor) -> Tensor:
-    """Return a gradient of ``p32``'s shape as a plain dense slice, ``[s]``."""
-    return given.to_local() if isinstance(given, Handle) else record.flat_slice(given.detach().to_dense())
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
