@@ -38,7 +38,7 @@ class ShardedGroup:
         self.number = number
         self.group = group = parameters.shard_groups[number]
         self.records: Sequence[ShardedParameter] = parameters.by_shard_group[number]
-        device, new_bucket, travel = self.records[0].padded.device, stepping.bucket_type(), options.communication
+        device, travel = self.records[0].padded.device, options.communication
         backend, wide = group.backend(device), travel.pad_buckets_for_high_nccl_busbw
         # A rank must not wait in one shard group for a peer that may be waiting for it in another.
         alone = len(parameters.by_shard_group) == 1
@@ -46,8 +46,8 @@ class ShardedGroup:
         in_order = group.has_others and not group.on_gloo(device)
         divisor, under_way = travel.gradient_predivide_factor, backend.in_flight
         reduction = Reduction(group, options.stage == 2, divisor, streams, packed, under_way)
-        self.gradients = GradientStore(self.records, new_bucket, state, streams)
-        buckets = BucketStore(self.records, reduction, new_bucket, state)
+        self.gradients = GradientStore(self.records, stepping, state, streams)
+        buckets = BucketStore(self.records, reduction, stepping, state)
         plan = LearntPlan(self.records, group, travel.bucket_size or group.bucket_size(device), wide)
         syncs = GradientSyncs(
             group,

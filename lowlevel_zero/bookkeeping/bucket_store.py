@@ -159,15 +159,12 @@ class Bucket:
         return row.narrow(-1, self.planned.starts[at], self.planned.sizes[at])
 
 
-NewBucket: TypeAlias = Callable[[PlannedBucket, Sequence[ShardedParameter]], Bucket]
-
-
 class StepOnDevice:
     """Makes buckets, and gives masters to gathers, if both lie on the parameters' device."""
 
-    def bucket_type(self) -> NewBucket:
-        """Return the class of buckets."""
-        return Bucket
+    def new_bucket(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> Bucket:
+        """Return a bucket of ``records``."""
+        return Bucket(planned, records)
 
     def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
         """Return ``masters`` themselves, to be gathered in ``like``'s dtype."""
@@ -183,7 +180,7 @@ class BucketStore:
 
     _records: Sequence[ShardedParameter]  # the parameters, by index
     _reduction: Reduction  # how buckets are reduced
-    _new_bucket: NewBucket  # makes one, which keeps its shard where steps are taken
+    _stepping: StepOnDevice  # makes buckets, which keep their shards where steps are taken
     _state: StepState  # of the optimizer's step, which learns of lost gradients
     in_flight: deque[Bucket] = field(default_factory=deque)  # buckets that are being reduced, the oldest first
     # Parameters whose gradient may come more than once in a backward: their bucket waits for its end.
@@ -210,7 +207,7 @@ class BucketStore:
     def follow(self, plan: BucketPlan) -> None:
         """Make the buckets of ``plan``; each waits for its expected gradients that haven't come yet."""
         records = self._records
-        buckets = [self._new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan]
+        buckets = [self._stepping.new_bucket(each, [*map(records.__getitem__, each.members)]) for each in plan]
         self.waiting = deque(buckets)
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.planned.members}
         if self.expected is None and not self.arrivals:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..streams import Streams
 from .bucket_plan import PlannedBucket
-from .bucket_store import Bucket, NewBucket
+from .bucket_store import Bucket, StepOnDevice
 from .sharded_parameter import Handle, ShardedParameter, follow_edits
 from .shown_gradients import clear_gradients, hide_gradients, retire_handles, show, unreduced
 from .step_state import StepState
@@ -34,7 +34,7 @@ class GradientStore:
     """
 
     _records: Sequence[ShardedParameter]  # the parameters, by index
-    _new_bucket: NewBucket  # makes one, which keeps its shard where steps are taken
+    _stepping: StepOnDevice  # makes buckets, which keep their shards where steps are taken
     _state: StepState  # of the optimizer's step
     _streams: Streams  # what is used beside home is kept by these
     buckets: list[Bucket] = field(default_factory=list)  # in the order in which their first reductions ended
@@ -80,7 +80,7 @@ class GradientStore:
         if fresh:
             members = tuple(record.index for record in fresh)
             sizes = tuple(record.split.slice_size for record in fresh)
-            apart = self._new_bucket(PlannedBucket(-1, members, sizes), fresh)  # outside of the plan
+            apart = self._stepping.new_bucket(PlannedBucket(-1, members, sizes), fresh)  # outside of the plan
             apart.hold(torch.cat([parts[record.index] for record in fresh], dim=-1))
             self._enter(apart)
 

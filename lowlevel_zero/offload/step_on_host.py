@@ -8,13 +8,12 @@ parameters are on the host too, these are copies within its memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..bookkeeping.bucket_plan import PlannedBucket
-from ..bookkeeping.bucket_store import Bucket, NewBucket, StepOnDevice
+from ..bookkeeping.bucket_store import Bucket, StepOnDevice
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..communication.flat_buffers import lay_end_to_end
 from ..streams import Mark, Streams
@@ -70,9 +69,9 @@ class StepOnHost(StepOnDevice):
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    def bucket_type(self) -> NewBucket:
-        """Return the constructor of ``HostBucket``."""
-        return partial(HostBucket, self)
+    def new_bucket(self, planned: PlannedBucket, records: Sequence[ShardedParameter]) -> Bucket:
+        """Return a bucket of ``records`` whose row is copied to the host."""
+        return HostBucket(self, planned, records)
 
     def own_rows(self, masters: Sequence[Tensor], like: Tensor) -> Sequence[Tensor]:
         """Return the masters in ``like``'s dtype on its device, by one H2D copy; masters may be overwritten at once."""
