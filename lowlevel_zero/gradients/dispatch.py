@@ -125,7 +125,7 @@ def _by_elements(func: Any, args: Args, kwargs: Keywords) -> Any:
     edits: dict[ShardedParameter, list[Edit]] = {}
     for at, target in enumerate(targets):
         if _is_sharded(target):
-            record, _ = _edited(target)
+            record, _ = target.edited()
             own = partial(_part, target, record)
             mine = _others(args, [at]) if listed else args[1:]
             edits.setdefault(record, []).append(partial(_edit, func, listed, mapped(own, mine), mapped(own, kwargs)))
@@ -137,12 +137,6 @@ def _others(args: Args, places: Sequence[int]) -> list[Any]:
     count = len(args[0])
     lists = [isinstance(each, (list, tuple)) and len(each) == count for each in args[1:]]
     return [[each[at] for at in places] if cut else each for each, cut in zip(args[1:], lists, strict=True)]
-
-
-def _edited(target: ShardedGradient) -> tuple[ShardedParameter, OptimizerGradients]:
-    live = target.live()
-    assert live is not None, "views are written as a whole"
-    return live.held()
 
 
 def _part(target: ShardedGradient, record: ShardedParameter, value: Tensor) -> Tensor:
@@ -225,7 +219,7 @@ def _change_together(func: Any, args: Args, kwargs: Keywords, change: Change) ->
     for gradients, records in _by_optimizer(sharded).items():
         gradients.change(records, _edit_text(func, args, kwargs), change)
     for each in sharded:
-        _edited(each)  # finishing reductions may have found that it was cleared
+        each.edited()  # finishing reductions may have found that it was cleared
         each.keep_current()
     _note_history(sharded, args, kwargs)
     return None if listed else args[0]
@@ -235,7 +229,7 @@ def _by_optimizer(tensors: Iterable[ShardedGradient]) -> dict[OptimizerGradients
     """Group the records of gradients by their optimizer; a gradient given twice is in the list twice."""
     found: dict[OptimizerGradients, list[ShardedParameter]] = {}
     for each in tensors:
-        record, gradients = _edited(each)
+        record, gradients = each.edited()
         found.setdefault(gradients, []).append(record)
     return found
 
@@ -252,7 +246,7 @@ def _norm(func: Any, args: Args, kwargs: Keywords) -> Any:
     if given.get("dim") is not None or given.get("keepdim") or not order > 0 or not current:
         return _read(func, args, kwargs)
     norms = {gradients: iter(gradients.norms(some, order)) for gradients, some in _by_optimizer(sharded).items()}
-    ours = (next(norms[_edited(each)[1]]) for each in sharded)
+    ours = (next(norms[each.edited()[1]]) for each in sharded)
     ours = ours if dtype is None else (norm.to(dtype) for norm in ours)
     if not listed:
         return next(ours)

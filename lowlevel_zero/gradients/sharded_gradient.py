@@ -219,6 +219,12 @@ class ShardedGradient(Handle):
             wholes[self] = self.full_tensor()
         return wholes[self]
 
+    def edited(self) -> tuple[ShardedParameter, OptimizerGradients]:
+        """Return as ``held`` does what an edit of this object's own slice writes to; a view is written as a whole."""
+        live = self.live()
+        assert live is not None, "views are written as a whole"
+        return live.held()
+
     def own_part(self, tensor: Tensor) -> Tensor:
         """Return this rank's elements, ``[n]``, of a tensor of the gradient's shape; a view if possible."""
         record, _ = self.held()
@@ -227,7 +233,7 @@ class ShardedGradient(Handle):
 
     def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
         """Finish reductions, and write the changes from ``before`` to ``after`` to this rank's slice. Communicates."""
-        record, gradients = self.held()
+        record, gradients = self.edited()
         if after.shape != before.shape:
             raise refusals.SHAPE(self.name_of_parameter, tuple(before.shape), tuple(after.shape))
         old, new = self.own_part(before), self.own_part(after)
@@ -236,6 +242,7 @@ class ShardedGradient(Handle):
             own.copy_(torch.where((new == old).to(own.device), own, new.to(own)))
 
         gradients.change([record], what, partial(GradientStore.edit, edits={record: [edit]}))
+        self.keep_current()
 
     def keep_current(self) -> None:
         """Do nothing: only a detached gradient keeps values, and replaces them here."""
@@ -273,11 +280,6 @@ class DetachedGradient(ShardedGradient):
         """Return whether no gradient of the optimizer has come or changed since ``p.grad`` was detached."""
         record, gradients = self.held()
         return not self._of._retired and gradients.is_unchanged(record, self._at)
-
-    def write_changes(self, before: Tensor, after: Tensor, what: str) -> None:
-        """Finish reductions, write the changes to ``p.grad``, and keep its new values. Communicates."""
-        self._of.write_changes(before, after, what)
-        self.keep_current()
 
     def keep_current(self) -> None:
         """Replace the kept slice by a copy of the present one of ``p.grad``, finishing reductions. Communicates."""
