@@ -22,7 +22,6 @@ from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.step_state import Damage, StepState, refuse_compiled
 from .communication.agreement import Alike, agree
 from .diagnostics.guards import Guard
-from .loss_scaler import LossScaler
 from .sharded_group import ShardedGroup
 
 _log = logging.getLogger("lowlevel_zero")
@@ -54,7 +53,6 @@ class Backwards:
     _groups: Sequence[ShardedGroup]  # the same by shard group; the list may grow
     _guard: Guard  # checks each call
     _state: StepState  # of the optimizer's step
-    _scaler: LossScaler | None  # of the loss; None: there is none
     _context: Callable[[], AbstractContextManager[object]]  # each runs in one that this makes
     _warned: bool = False  # of a loss that doesn't require grad
 
@@ -82,7 +80,7 @@ class Backwards:
                 for each in reversed(self._groups):
                     begins.callback(each.reducer.begin, loss, inputs, by_itself)
                 begins.callback(self._state.wake_up)  # first; if it fails, this sync still comes before others'
-            scale = self._scaler.scale if scales and self._scaler is not None else None
+            scale = self._state.scaler.scale if scales and self._state.scaler is not None else None
             with self._context(), nullcontext(loss) if scale is None else self._scaled(loss, scale) as scaled:
                 yield scaled
             failed = False

@@ -153,9 +153,7 @@ class LowLevelZeroOptimizer(ColossalNames):
             sharding.take_slices()
             super().__init__(optimizer, parameters, options, model, checked.writes_unused)
             context = options.backward_context or nullcontext
-            self._backwards = Backwards(
-                parameters, self.sharded_groups, self.guard, self.step_state, self.scaler, context
-            )
+            self._backwards = Backwards(parameters, self.sharded_groups, self.guard, self.step_state, context)
             self._settings = Settings(optimizer)
             self._untrained = Untrained(model, parameters, alive)
             register(self)
@@ -255,7 +253,7 @@ class LowLevelZeroOptimizer(ColossalNames):
         call = call._replace(name=f"{call.name} to {max_norm}")
         with self.calls.taking_part(norm.catch_up):
             self.calls.finish_gradients(call)
-            self.stepper.measure(norm, self.step_state.gradient_scale())
+            self.stepper.measure(norm)
             factor = clip_factor(norm.value, max_norm)
             for each in self.sharded_groups:
                 each.gradients.multiply([record for record in each.records if record.worked], factor)
@@ -295,7 +293,7 @@ class LowLevelZeroOptimizer(ColossalNames):
             self.observer.step_begins()  # it may ask the other ranks, so they have to be in this call
             if self.guard.edited:
                 self.guard.follow_edits()
-            self.stepper.take_step(norm, self.step_state.gradient_scale())
+            self.stepper.take_step(norm)
             self._end_step(norm)
         self.observer.cleared()
         verify_every = self.options.diagnostics.verify_every

@@ -89,7 +89,7 @@ class ShardedOptimizer(Optimizer):
         self.gradients = OptimizerGradients(groups, self.shard_group, self.calls, state)  # for uses of ``p.grad``
         make_handles(parameters, self.gradients)
         carry_overrides(optim, parameters)
-        self.stepper = Stepper(optim, parameters, groups, writes_unused, options, self.scaler, self.observer)
+        self.stepper = Stepper(optim, parameters, groups, writes_unused, options, state, self.observer)
         # Of the instance, not of the class, so that a retired optimizer has none of them.
         self.last_norm: GlobalNorm | None = None  # of the last step's gradients
         self.mode: str | None = None  # the one of "train" and "eval" called last, but "eval" only until a step

@@ -26,6 +26,7 @@ from .bookkeeping.bucket_store import Bucket
 from .bookkeeping.gather_store import in_parts
 from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.sharded_parameter import ShardedParameter
+from .bookkeeping.step_state import StepState
 from .diagnostics.bad_numbers import BadNumbers
 from .gradients.global_norm import GlobalNorm, clip_factor
 from .loss_scaler import LossScaler
@@ -90,7 +91,7 @@ class Stepper:
     _groups: Iterable[ShardedGroup]  # the same by shard group, with their gradients and what gathers them
     writes_unused: bool  # the optimizer may write parameters that have no gradient
     _options: ZeroOptions
-    _scaler: LossScaler | None  # of the loss; None: there is none
+    _state: StepState  # of the optimizer's step
     _observer: BadNumbers  # is told of each norm, and of steps that an overflow skips
     left: deque[Part] | None = None  # parts that haven't started their gather; None: a step is about to begin
 
@@ -112,24 +113,26 @@ class Stepper:
         device = self._parameters.records[0].padded.device
         return GlobalNorm(ranks, device, torch.float64 if double else torch.float32)
 
-    def measure(self, norm: GlobalNorm, scale: float | Tensor) -> None:
-        """Start computing the ``norm`` of all gradients, times ``scale``. Communicates."""
-        norm.measure([bucket.measured for each in self._groups for bucket in each.gradients.sums()], scale)
+    def measure(self, norm: GlobalNorm) -> None:
+        """Start computing the ``norm`` of all averaged, unscaled gradients. Communicates."""
+        pieces = [bucket.measured for each in self._groups for bucket in each.gradients.sums()]
+        norm.measure(pieces, self._state.gradient_scale())
 
-    def take_step(self, norm: GlobalNorm, scale: float | Tensor) -> None:
+    def take_step(self, norm: GlobalNorm) -> None:
         """Measure, clip and unscale the gradients, and step and gather, unless an overflow skips it. Communicates."""
-        self.measure(norm, scale)
+        self.measure(norm)
         self._judge(norm)
+        scale, scaler = norm.scale, self._state.scaler
         if self._options.clip_grad_norm > 0:
             scale = scale * clip_factor(norm.value, self._options.clip_grad_norm)
         nothing = norm.is_empty and len(self._parameters.shard_groups) == 1
         flag = None
-        if self._scaler is not None and not nothing:
+        if scaler is not None and not nothing:
             flag = ~norm.value.isfinite()
-            self._scaler.update(flag)
+            scaler.update(flag)
             if not self._skips_by_flag:
                 if flag.item():  # the host waits for the device; fp16 alone
-                    self._skip(self._scaler)
+                    self._skip(scaler)
                     return
                 flag = None
         self._step(float(scale) if self._on_host else scale, flag)  # the host waits for gradients anyway
@@ -139,8 +142,8 @@ class Stepper:
         known = norm.catch_up()
         if known:
             self._judge(norm)
-        if known and self._scaler is not None and not self._skips_by_flag and not norm.value.isfinite():
-            self._skip(self._scaler)
+        if known and self._state.scaler is not None and not self._skips_by_flag and not norm.value.isfinite():
+            self._skip(self._state.scaler)
             return
         for part in self._parts():
             self._gather(part)

@@ -189,7 +189,7 @@ class GradientStore:
         whatever has been made of its gradients.
         """
         for record, own in self._edited(dict.fromkeys(records)):  # a gradient may be given twice
-            before = own.clone() if self._state.is_scaled else None
+            before = own.clone() if self._state.scaler is not None else None
             for edit in edits[record]:
                 edit(own)
             if before is not None:

@@ -128,8 +128,7 @@ def drop_unreduced(record: ShardedParameter, earlier: bool = False) -> None:
     is_sum = gradient is None or waits is None or gradient.requires_grad or waits() is gradient
     if gradient is not record.shown:
         if record.shown is None and record.p32.grad is not None:  # a sum with a graph has taken the sharded one's place
-            record.shown = record.handle
-            record.p.grad = record.shown
+            show([record])
         else:
             record.p.grad = None
     record.pending = None

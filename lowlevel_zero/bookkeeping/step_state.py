@@ -89,7 +89,7 @@ class StepState:
     alive: ClassVar[WeakSet[StepState]] = WeakSet()  # of all optimizers of this process
 
     _average: float  # what sums over the ranks are to be multiplied with to be averages
-    _scaler: LossScaler | None  # of the loss; None: there is none
+    scaler: LossScaler | None  # of the loss; None: there is none
     warns_of_used: bool  # this rank is to tell, once, of a backward that adds to gradients a step has used
     complete: bool = False  # each ``g`` is complete on all ranks, and no gradient has come since
     syncs: bool = True  # gradients are reduced (False under ``no_sync``: hooks do nothing)
@@ -121,14 +121,9 @@ class StepState:
         """Return whether this process has no other optimizer."""
         return len(StepState.alive) == 1
 
-    @property
-    def is_scaled(self) -> bool:
-        """Return whether losses are scaled."""
-        return self._scaler is not None
-
     def refuse_unscaled(self, name: str) -> None:
         """Raise for a gradient of a plain ``loss.backward()`` if losses are scaled, since the step would unscale it."""
-        if self.is_scaled and self not in StepState.in_backward:
+        if self.scaler is not None and self not in StepState.in_backward:
             error = RuntimeError(
                 f"{name}: expected the backward of a model with fp16 parameters through optimizer.backward(loss), "
                 "which scales the loss, got a gradient from another: call that instead of loss.backward()"
@@ -138,7 +133,7 @@ class StepState:
 
     def gradient_scale(self) -> float | Tensor:
         """Return the factor for sums over the ranks: that of the options' reduction, divided by any loss scale."""
-        return self._average if self._scaler is None else self._average / self._scaler.scale
+        return self._average if self.scaler is None else self._average / self.scaler.scale
 
 
 def refuse_compiled(what: str) -> None:

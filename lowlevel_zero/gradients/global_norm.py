@@ -26,7 +26,7 @@ class GlobalNorm:
     _dtype: torch.dtype = torch.float32  # in which squares are summed at least; alike on all ranks
     is_empty: bool = True  # this rank has measured no piece
     is_judged: bool = False  # the observer of the step has been told of it
-    _scale: float | Tensor = 1.0
+    scale: float | Tensor = 1.0  # averages and unscales sums, and so the norm
     _started: bool = False
     _pending: Work[Tensor] | None = None
     _total: Tensor | None = None  # the sum of squares
@@ -37,7 +37,7 @@ class GlobalNorm:
 
         All ranks call it. The norm is multiplied by ``scale``.
         """
-        self._scale = scale
+        self.scale = scale
         norms: list[Tensor] = []
         for piece in pieces:
             dtype = torch.promote_types(piece.dtype, torch.float32)
@@ -71,7 +71,7 @@ class GlobalNorm:
                     "expected the norm of the gradients, lost it to an error before: call optimizer.zero_grad() on "
                     "every rank, and begin the step anew"
                 )
-            self._value = self._total.sqrt() * self._scale
+            self._value = self._total.sqrt() * self.scale
         return self._value
 
 
