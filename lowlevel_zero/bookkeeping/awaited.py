@@ -8,10 +8,9 @@ that behave differently; ``UninitializedParameter`` changes its class likewise).
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,15 @@ _Wait: TypeAlias = Callable[[bool], None]
 
 _waits: dict[Tensor, _Wait] = {}
 
-_Tensor = TypeVar("_Tensor", bound=Tensor)
+
+def _once_arrived(method: str) -> Any:
+    """Return a method that waits on the host for the new values, and calls the ``method`` of an ordinary parameter."""
+
+    def act(self: AwaitedParameter, *given: Any) -> Any:
+        wait_for(self, on_host=True)
+        return getattr(self, method)(*given)
+
+    return act
 
 
 class AwaitedParameter(nn.Parameter):
@@ -67,20 +74,9 @@ class AwaitedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def as_subclass(self, cls: type[_Tensor]) -> _Tensor:
-        """Wait for the new values, and return a view of them as ``cls``."""
-        wait_for(self, on_host=True)
-        return self.as_subclass(cls)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Wait for the new values, and return a copy of them."""
-        wait_for(self, on_host=True)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Wait for the new values, and pickle them."""
-        wait_for(self, on_host=True)
-        return self.__reduce_ex__(protocol)
+    as_subclass = _once_arrived("as_subclass")
+    __deepcopy__ = _once_arrived("__deepcopy__")
+    __reduce_ex__ = _once_arrived("__reduce_ex__")
 
 
 def can_be_awaited(parameters: Iterable[Tensor]) -> bool:
