@@ -266,10 +266,6 @@ class ShardedParameter:
         """
         return flat_in_memory_order(tensor, self.view)
 
-    def restore(self, flat: Tensor) -> Tensor:
-        """Return ``flat``, ``[numel]``, in ``view``'s shape and strides, over its memory: ``flatten``'s inverse."""
-        return torch.as_strided(flat, self.view.shape, self.view.stride(), flat.storage_offset())
-
     def slice_of(self, tensor: Tensor) -> Tensor:
         """Return a copy of this rank's slice, ``[s]``, of a tensor of ``p``'s shape; padding is zeros.
 

@@ -78,7 +78,8 @@ def is_slice(key: str, value: Any, record: ShardedParameter, of_elements: Sequen
 
 def unshard(rows: Tensor, record: ShardedParameter) -> Tensor:
     """Return ``rows``, ``[world_size, s]``, as a view of ``p``'s shape and strides, without padding."""
-    return record.restore(rows.reshape(-1)[: record.split.numel])
+    flat = rows.reshape(-1)[: record.split.numel]
+    return torch.as_strided(flat, record.view.shape, record.view.stride(), flat.storage_offset())
 
 
 # ---- what owners tell the other ranks of ----
