@@ -6,9 +6,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -220,31 +220,28 @@ def _forked(compare: Callable[[], Alike], world_size: int) -> Alike:
 
     The first error of a rank ends them all, and is raised.
     """
+    told = get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            start_processes(_run, (world_size, folder, compare), world_size, start_method="fork")  # type: ignore[no-untyped-call]
+            start_processes(_run, (world_size, folder, compare, told), world_size, start_method="fork")  # type: ignore[no-untyped-call]
         except ProcessExitedException:
-            if Path(folder, "error").exists():
-                raise torch.load(Path(folder, "error"), weights_only=False) from None
+            if not told.empty():
+                raise told.get() from None
             raise
-        found: Alike = torch.load(Path(folder, "found"), weights_only=False)
+    found: Alike = told.get()
     return found
 
 
-def _run(rank: int, world_size: int, folder: str, compare: Callable[[], Alike]) -> None:
-    """Compare in a new process group, and leave rank 0's result or the first error of a rank in ``folder``."""
+def _run(rank: int, world_size: int, folder: str, compare: Callable[[], Alike], told: SimpleQueue[Any]) -> None:
+    """Compare in a new process group, and tell rank 0's result or the error of a rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         found = compare()
     except Exception as error:  # the caller's functions may raise anything, and its type may not be pickled
         is_plain = type(error) in (AssertionError, TypeError, ValueError)
-        told = type(error)(str(error)) if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
-        own = Path(folder, f"error of rank {rank}")
-        torch.save(told, own)
-        with suppress(FileExistsError):
-            Path(folder, "error").hardlink_to(own)
+        told.put(type(error)(str(error)) if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
         sys.exit(1)  # others, which may wait for this rank, are ended then
     if rank == 0:
-        torch.save(found, Path(folder, "found"))
+        told.put(found)
     dist.destroy_process_group()
