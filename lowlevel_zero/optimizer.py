@@ -366,8 +366,7 @@ class LowLevelZeroOptimizer(ColossalNames):
         Parameters that were frozen at construction, and aren't any more, come in this way too. Those that
         ``pg_to_param_list`` had are shared as it says, all others by all data-parallel ranks.
         """
-        self.guard.enter("add_param_group")
-        self.calls.finish_syncs("add_param_group")
+        self.calls.finish_syncs("add_param_group", updates=True)
         known = len(self.optim.param_groups)
         parameters, options = self.sharded_parameters, self.options
         try:

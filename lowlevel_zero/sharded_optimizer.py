@@ -224,8 +224,7 @@ class ShardedOptimizer(Optimizer):
     @contextmanager
     def loading_whole(self) -> Iterator[None]:
         """Finish reductions, run the body, and clear gradients if that loads another loss scale. Communicates."""
-        self.guard.enter("load_state_dict")
-        self.calls.finish_syncs("load_state_dict")
+        self.calls.finish_syncs("load_state_dict", updates=True)
         scale = None if self.scaler is None else self.scaler.loss_scale
         yield
         if self.scaler is not None and self.scaler.loss_scale != scale:  # which the step would divide by
@@ -325,8 +324,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: other ranks have been called for something else.
         """
         check_kinds(include)
-        self.guard.enter("offload_states")
-        self.calls.finish_syncs("offload_states")
+        self.calls.finish_syncs("offload_states", updates=True)
         self.finish_gathers()
         if self.options.cpu_offload or not self.streams.several:
             _log.info("offload_states: what is to be offloaded is on the host already")

@@ -134,8 +134,7 @@ class OptimizerGradients:
     def gathered(self, record: ShardedParameter, own: Tensor) -> Tensor:
         """Gather ``own``, each rank's slice of a detached gradient, and return the whole one. Every rank calls it."""
         doing = f"read a detached p.grad of {record.common_name}"
-        self._calls.enter(doing)
-        self._calls.finish_syncs(doing)
+        self._calls.finish_syncs(doing, updates=True)
         (whole,) = whole_slices([Slice.of_row(record, own)], self.group_of(record).group)
         return whole.to(record.p.dtype)
 
