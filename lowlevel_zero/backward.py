@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bookkeeping.parameter_store import ParameterStore
 from .bookkeeping.step_state import Damage, StepState, refuse_compiled
 from .communication.agreement import Alike, agree
 from .diagnostics.guards import Guard
@@ -49,8 +48,7 @@ def _leave_to_python() -> None:
 class Backwards:
     """Runs backwards, and has the gradients of each reduced."""
 
-    _parameters: ParameterStore  # the records of the parameters
-    _groups: Sequence[ShardedGroup]  # the same by shard group; the list may grow
+    _groups: Sequence[ShardedGroup]  # the parameters by shard group; the list may grow
     _guard: Guard  # checks each call
     _state: StepState  # of the optimizer's step
     _context: Callable[[], AbstractContextManager[object]]  # each runs in one that this makes
@@ -70,8 +68,7 @@ class Backwards:
         refuse_compiled("backward")
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}: add several losses up first")
-        if self._parameters.frozen:
-            self._guard.refuse_unfrozen()
+        self._guard.refuse_unfrozen()
         self._agree()
         failed, self._state.failure.deferred = True, None
         StepState.in_backward.append(self._state)

@@ -153,7 +153,7 @@ class LowLevelZeroOptimizer(ColossalNames):
             sharding.take_slices()
             super().__init__(optimizer, parameters, options, model, checked.writes_unused)
             context = options.backward_context or nullcontext
-            self._backwards = Backwards(parameters, self.sharded_groups, self.guard, self.step_state, context)
+            self._backwards = Backwards(self.sharded_groups, self.guard, self.step_state, context)
             self._settings = Settings(optimizer)
             self._untrained = Untrained(model, parameters, alive)
             register(self)
