@@ -86,7 +86,7 @@ class ShardedOptimizer(Optimizer):
         self._stepping = StepOnHost(self.streams) if options.cpu_offload else StepOnDevice()
         self.extend_groups()
         self.calls = Calls(groups, parameters.shard_groups, self.guard, state, self.streams)
-        self.gradients = OptimizerGradients(groups, self.shard_group, self.calls, state)  # for uses of ``p.grad``
+        self.gradients = OptimizerGradients(groups, self.calls)  # for uses of ``p.grad``
         make_handles(parameters, self.gradients)
         carry_overrides(optim, parameters)
         self.stepper = Stepper(optim, parameters, groups, writes_unused, options, state, self.observer)

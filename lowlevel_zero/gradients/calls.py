@@ -26,6 +26,8 @@ class Calls:
         guard: raises for calls that can't be made.
 
     Attributes:
+        ranks: all data-parallel ranks.
+        state: the state of the optimizer's step.
         has_experts: there are shard groups of a part of the ranks; alike on all ranks.
     """
 
@@ -38,10 +40,10 @@ class Calls:
         streams: Streams,
     ) -> None:
         self._groups = groups
-        self._ranks = shard_groups[0]
+        self.ranks = shard_groups[0]
         self.has_experts = len(shard_groups) > 1
         self._guard = guard
-        self._state = state
+        self.state = state
         self._streams = streams
 
     def enter(self, doing: str) -> Call:
@@ -58,8 +60,8 @@ class Calls:
     def finish_gradients(self, call: Call) -> None:
         """Agree on ``call``, and complete all gradients; raise on all ranks if one can't make it. Communicates."""
         self.agree(call, self._finish)
-        self._state.failure.raise_deferred()
-        self._state.complete = True
+        self.state.failure.raise_deferred()
+        self.state.complete = True
 
     def _finish(self, each: ShardedGroup, call: Call) -> None:
         """Finish one shard group's gradients; where ranks have written weights, compare these first. Communicates."""
@@ -91,13 +93,13 @@ class Calls:
             except LostRank:  # nothing can be agreed on any more; others may wait for this rank, and learn of its end
                 raise
             except Exception as raised:  # of whatever kind: others go on to the agreement of all ranks
-                if is_raised_by_all(raised, self._ranks, since):
+                if is_raised_by_all(raised, self.ranks, since):
                     raise
                 if not is_raised_by_all(raised, each.group, since):
-                    self._state.failure.note(raised, Damage.GRADIENTS)
+                    self.state.failure.note(raised, Damage.GRADIENTS)
                 error = error or raised
         try:
-            agree(self._ranks, None, error, call.name)
+            agree(self.ranks, None, error, call.name)
         finally:
             error = None  # its traceback holds this frame: a cycle would keep gradients alive
 
@@ -118,7 +120,7 @@ class Calls:
         with torch.inference_mode(False), torch.no_grad():  # later sums are added to these outside of inference mode
             self.agree(Call(doing), lambda each, call: each.reducer.agree_on_syncs(call))
         if raises:
-            self._state.failure.raise_deferred()
+            self.state.failure.raise_deferred()
 
     @contextmanager
     def taking_part(self, catch_up: Callable[[], object], damage: Damage = Damage.GRADIENTS) -> Iterator[None]:
@@ -135,14 +137,14 @@ class Calls:
             catch_up: starts what this rank hasn't started of the call's collectives, and finishes what it can.
             damage: the damage that an error in the middle of the call does.
         """
-        since, self._state.failure.deferred, self._state.agreed = moment(), None, False
+        since, self.state.failure.deferred, self.state.agreed = moment(), None, False
         try:
             yield
         except BaseException as error:
-            if not self._state.agreed:
-                self._state.failure.note(error)
-            elif not is_raised_by_all(error, self._ranks, since):
-                self._state.failure.note(error, damage)
+            if not self.state.agreed:
+                self.state.failure.note(error)
+            elif not is_raised_by_all(error, self.ranks, since):
+                self.state.failure.note(error, damage)
                 with suppress(Exception):  # the first error counts
                     if isinstance(error, Exception):
                         catch_up()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..bookkeeping.gradient_store import GradientStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
 from ..bookkeeping.shown_gradients import is_slice_edited
-from ..bookkeeping.step_state import Damage, StepState
+from ..bookkeeping.step_state import Damage
 from ..communication.agreement import NORMS
 from ..communication.progress import GATHER
 from ..communication.shard_group import ShardGroup
@@ -29,15 +29,12 @@ class OptimizerGradients:
 
     Args:
         groups: the parameters by the ranks that share them; the list may grow.
-        ranks: all data-parallel ranks.
         calls: begins the calls that all ranks make together.
     """
 
-    def __init__(self, groups: Sequence[ShardedGroup], ranks: ShardGroup, calls: Calls, state: StepState) -> None:
+    def __init__(self, groups: Sequence[ShardedGroup], calls: Calls) -> None:
         self._groups = groups
-        self._group = ranks
         self._calls = calls
-        self._state = state
         self._known: dict[float, list[Tensor]] = {}
         self._known_at: tuple[int, ...] = ()
 
@@ -58,7 +55,7 @@ class OptimizerGradients:
             )
         if not self._is_finished(records) or self._known_at != self.versions or norm_type not in self._known:
             (group,) = self._groups
-            with self._gathering(self._group, lambda: self._together(self._zeros(len(group.records)), norm_type)):
+            with self._gathering(self._calls.ranks, lambda: self._together(self._zeros(len(group.records)), norm_type)):
                 without = [record for record in group.records if record.p.grad is None]
                 self._calls.finish_gradients(self._calls.enter(NORMS))
                 self._refuse_late(without)
@@ -97,7 +94,7 @@ class OptimizerGradients:
             try:
                 change(each.gradients, some)
             except BaseException as error:
-                self._state.failure.note(error, Damage.GRADIENTS)
+                self._calls.state.failure.note(error, Damage.GRADIENTS)
                 raise
 
     def _complete(self, records: Iterable[ShardedParameter]) -> Iterator[tuple[ShardedGroup, list[ShardedParameter]]]:
@@ -147,7 +144,7 @@ class OptimizerGradients:
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
         """Return the norm of some parameters' gradients together, experts included, 0-d. Communicates."""
         self._check(norm_type)
-        with self._gathering(self._group, lambda: self._together(self._zeros(1), norm_type)):
+        with self._gathering(self._calls.ranks, lambda: self._together(self._zeros(1), norm_type)):
             self._calls.finish_gradients(self._calls.enter("lowlevel_zero.clip_grad_norm_"))
             wanted = set(records)
             pieces = list(self._zeros(1))
@@ -179,7 +176,7 @@ class OptimizerGradients:
 
     def _together(self, own: Tensor, norm_type: float) -> Tensor:
         """Combine the norms of slices, ``[n]``, to norms of whole gradients, the same on all ranks. Communicates."""
-        group = self._group
+        group = self._calls.ranks
         rows = own.new_empty(group.size, len(own))
         rows[group.rank] = own
         norms: Tensor = torch.linalg.vector_norm(group.all_gather(rows).wait(), norm_type, dim=0)
@@ -194,7 +191,7 @@ class OptimizerGradients:
 
     def _is_finished(self, records: Iterable[ShardedParameter]) -> bool:
         """Return whether no gradient has come, or been assigned to a slice, since the ranks finished reductions."""
-        return self._state.complete and not any(map(is_slice_edited, records))
+        return self._calls.state.complete and not any(map(is_slice_edited, records))
 
     def is_unchanged(self, record: ShardedParameter, since: tuple[int, ...]) -> bool:
         """Return whether no gradient has come or changed since ``versions`` was ``since``.
