@@ -27,7 +27,7 @@ class ColossalNames(ShardedOptimizer):
         Waits for the device, and for the others to take that step. inf or NaN if the step was skipped.
         """
         if norm_type != 2:
-            raise ValueError(f"norm_type: expected 2, the norm that steps compute, got {norm_type}")
+            raise ValueError(f"norm_type: expected 2, since a step computes the L2 norm alone, got {norm_type}")
         return None if self.last_norm is None else self.last_norm.value.item()
 
     def get_param_grad(self, working_param: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The lives of optimizers: which ones train, and which ones a new optimizer over their parameters retires."""
+"""Finds the optimizers that are alive, and retires those whose parameters a new optimizer takes over."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def records_of(tensors: Iterable[Tensor]) -> dict[ShardedOptimizer, list[Sharded
 
 
 def refuse_wrapped(optimizer: object) -> None:
-    """Raise ``TypeError`` for a ``ShardedOptimizer``, and for one that holds slices, as one it wraps or wrapped."""
+    """Raise ``TypeError`` if ``optimizer`` is a ``ShardedOptimizer``, or if its param groups hold slices of another."""
     groups = getattr(optimizer, "param_groups", ())
     first = (p for group in groups for p in group["params"][:1])
     held = set(map(id, chain.from_iterable(group["params"] for group in groups)))

@@ -201,7 +201,7 @@ def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split
 
 
 def deal_out(costs: Sequence[Costs], world_size: int, owned: Iterable[tuple[int, Costs]] = ()) -> list[int]:
-    """Deal items out to ranks, the costliest first, each to the rank with the least cost so far; return the owners.
+    """Assign items to ranks, the costliest first, each to the rank with the least cost so far; return the owners.
 
     Each measure of an item counts as a share of that measure's sum over all items. The largest of an item's shares is
     its size, and the largest of a rank's shares is what the rank has. So every measure is level at once. With one

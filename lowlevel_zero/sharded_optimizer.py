@@ -265,6 +265,7 @@ class ShardedOptimizer(Optimizer):
         return partial(self._switch, mode, back)
 
     def _switch(self, mode: str, back: str) -> None:
+        """Call the wrapped optimizer's ``mode`` on all ranks, and gather; undo it by ``back`` if a rank fails."""
         call = self.calls.enter(mode)
         if call.error is None and self.mode == mode and self._switched is self.optim.state:
             return

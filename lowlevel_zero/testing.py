@@ -159,8 +159,9 @@ def _compare(
     found = Alike(splits, differences[worst], names[worst], sum(sents) / ranks / steps, states)
     if not found.difference <= tolerance:  # NaN is a difference, too
         raise AssertionError(
-            f"{found.where}: expected it as in one process, to {tolerance:g} of its way, found it off by "
-            f"{found.difference:.2g} (split by {', '.join(dict.fromkeys(splits))})"
+            f"{found.where}: expected the values of one process, to {tolerance:g} of the way that they have gone, got "
+            f"a difference of {found.difference:.2g} (split by {', '.join(dict.fromkeys(splits))}): try the other "
+            "split=, or let the optimizer step each parameter by itself"
         )
     return found
 

@@ -182,8 +182,8 @@ def check_slice(record: ShardedParameter) -> None:
 def refuse_assigned(record: ShardedParameter) -> NoReturn:
     """Raise ``RuntimeError`` for a ``p.grad`` that was assigned while there is a ``g``."""
     raise RuntimeError(
-        f"{record.name}: expected the p.grad that backward has left, which stands for its slices, got one that was "
-        "assigned by hand: write it by p.grad.copy_(tensor) on every rank"
+        f"{record.name}: expected p.grad as the backward has left it, got another tensor that was assigned to it: "
+        "write the values by p.grad.copy_(tensor) on every rank"
     )
 
 

@@ -90,5 +90,5 @@ class _Failing:
         sys.stdout = self._stdout
         self._stdout.flush()
         raise RuntimeError(
-            f"an asynchronous save failed, and nobody has waited for it: {self._error}. Call wait() of each save"
+            f"an asynchronous save failed, and its wait() wasn't called: {self._error}. Call wait() of each save"
         )

@@ -202,7 +202,9 @@ class Contents:
                 raise error if of is None else ValueError(f"{called(of)}: {error}") from error
             if of in schedulers and settings["scheduler"] is None:
                 kind = called(of, "scheduler")
-                raise ValueError(f"{kind}: {checkpoint.path} was saved without one: leave it out, or save with it")
+                raise ValueError(
+                    f"{kind}: expected none, since {checkpoint.path} was saved without one, got one: leave it out"
+                )
 
     def _check_names(self, ours: Collection[str], theirs: Collection[str], manifest: Manifest, how: str = "") -> None:
         """Raise ``ValueError`` for the first name that only the model, or only the checkpoint, has in this way."""
@@ -319,9 +321,9 @@ def _described(name: str, tensor: Tensor, owner: _Owner) -> SavedTensor:
 def _check_same(name: str, ours: SavedTensor, theirs: SavedTensor, is_excluded: bool) -> None:
     """Raise ``ValueError`` if shapes or kinds of dtype differ, or if a trained tensor was left out."""
     if ours.shape != theirs.shape:
-        raise ValueError(f"{name}: expected {ours.shape}, the checkpoint has {theirs.shape}: {_BUILD_ANEW}")
+        raise ValueError(f"{name}: expected {ours.shape}, got {theirs.shape} from the checkpoint: {_BUILD_ANEW}")
     if ours.torch_dtype.is_floating_point != theirs.torch_dtype.is_floating_point:
-        raise ValueError(f"{name}: expected {ours.dtype}, the checkpoint has {theirs.dtype}: {_BUILD_ANEW}")
+        raise ValueError(f"{name}: expected {ours.dtype}, got {theirs.dtype} from the checkpoint: {_BUILD_ANEW}")
     if ours.kind == TRAINABLE and is_excluded:
         raise ValueError(
             f"{name}: expected it frozen, since the checkpoint was saved without it (exclude_frozen=True), found that "

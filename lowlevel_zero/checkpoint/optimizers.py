@@ -74,7 +74,10 @@ def _optimizers(model: object, given: Any) -> dict[Name, LowLevelZeroOptimizer]:
             raise _not_ours(called(name), optimizer)
         optimizers[name] = optimizer
     if len({tuple(dist.get_process_group_ranks(each.shard_group.group)) for each in optimizers.values()}) > 1:
-        raise ValueError("optimizer: expected optimizers over the same ranks, got some over others: save them apart")
+        raise ValueError(
+            "optimizer: expected optimizers over the same ranks, got optimizers over different ones: save each to a "
+            "path of its own"
+        )
     return optimizers
 
 

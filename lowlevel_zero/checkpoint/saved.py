@@ -71,7 +71,7 @@ class SavedCheckpoint:
         return {name: {key: found[name][key] for key in keys} for name, keys in step_first.items()}
 
     def trained(self, optimizer: Name) -> list[str]:
-        """Return the parameters that the optimizer of this name trains, in order of registration."""
+        """Return the parameters that the optimizer of this name trains, in the order of its param groups."""
         own = {n for n, each in self.manifest.tensors.items() if (each.kind, each.optimizer) == (TRAINABLE, optimizer)}
         groups = self.objects.optimizers[optimizer]["param_groups"]
         return [name for group in groups for name in group["params"] if name in own]

@@ -21,10 +21,11 @@ SAME_CALLS = (
     "«if rank == 0»"
 )
 _REMEDY = (
-    "If that rank ran out of batches, give every rank the same number (drop_last=True, or a sampler that pads), or end "
-    "together: docs/training.md shows a loop that ends on all ranks when one has no batch left. If it left this call "
-    "out, as under «if rank == 0», make the call on every rank. Else its output, or the kernel's log, tells why it "
-    "ended: start all ranks again from the newest checkpoint, as torchrun --max-restarts does by itself"
+    "If that rank ran out of batches, give every rank the same number (drop_last=True, or a sampler that pads), or "
+    "stop on all ranks together: docs/training.md shows a loop that ends on all ranks when one has no batch left. If "
+    "it left this call out, as under «if rank == 0», make the call on every rank. Else its output, or the kernel's "
+    "log, tells why it ended: start all ranks again from the newest checkpoint, as torchrun --max-restarts does by "
+    "itself"
 )
 
 # What gloo, NCCL, torch's stores and control pipes say of a broken connection, which has no type of its own.

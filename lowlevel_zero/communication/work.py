@@ -115,7 +115,10 @@ Chain: TypeAlias = OnStream | OnDemand | OnThread
 
 
 def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-    """Wait for ``first``, and start a second collective with its result; if that fails, retry once, and raise later."""
+    """Wait for ``first``, and start a second collective with its result.
+
+    If that raises, it is started once more, since other ranks wait for it, and ``wait`` raises.
+    """
     result = first.wait()
     try:
         return start(result)

@@ -88,6 +88,7 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _in_row(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of elements ``[start, stop)`` that have one index of the first dimension."""
     at, first = divmod(start, math.prod(shape[1:]))
     for box in boxes_of(shape[1:], first, first + stop - start):
         yield Box((at, *box.offsets), (1, *box.sizes))

@@ -95,7 +95,10 @@ def told_by_owner(own: Mapping[ShardedParameter, State], rank: int) -> dict[int,
 def told_states(
     own: Mapping[ShardedParameter, State], told: dict[int, State] | None, group: ShardGroup
 ) -> dict[ShardedParameter, State]:
-    """Return each record's state, or its owner's; ``told`` is what this rank sends. Communicates unless it is None."""
+    """Return each record's state, taken from its owner if another rank owns it.
+
+    This rank sends ``told`` to the others. Communicates unless that is None.
+    """
     states = dict(own)
     for of_rank in [] if told is None else group.all_gather_object(told):
         states.update(

@@ -321,7 +321,7 @@ def test_the_interpreter_s_end_waits_for_an_asynchronous_save_and_fails_unless_s
     codes = {"slow": 0, "lost": 120, "known": 0}
     logs = {end: (tmp_path / f"{end}.log").read_text() for end in codes}
     assert done.stdout == "".join(f"the end\n{end} {code}\n" for end, code in codes.items()), (done.stderr, logs)
-    assert {end for end, log in logs.items() if "nobody has waited for it: " in log} == {"lost"}
+    assert {end for end, log in logs.items() if "its wait() wasn't called: " in log} == {"lost"}
     assert run_ranks(lambda rank, world_size: load_checkpoint(tmp_path / "slow", *linear()), 1) == ["there"]
 
 

@@ -223,7 +223,7 @@ def test_what_a_small_checkpoint_cannot_give_is_refused_by_name(rank: int, tmp_p
     for pair, told in (
         (adapted(1, thaw="base.0.bias"), "base.0.bias: expected it frozen, since the checkpoint was saved without"),
         (without, "base.0.bias: the checkpoint has it, the model doesn't"),
-        (reshaped, "base.0.bias: expected (3,), the checkpoint has (64,)"),
+        (reshaped, "base.0.bias: expected (3,), got (64,) from the checkpoint"),
         (more, "more.bias: the model has it, the checkpoint doesn't"),
     ):
         found = refused(lambda: load_checkpoint(tmp_path / "small", *pair))  # noqa: B023

@@ -241,9 +241,9 @@ def test_another_model_is_refused_by_the_first_name_that_differs(rank: int, save
         (stateful, "counter._extra_state: the model has it, the checkpoint doesn't"),
         (surplus, "added: the model has it, the checkpoint doesn't"),
         (missing, "frozen.bias: the checkpoint has it, the model doesn't"),
-        (reshaped, r"frozen.bias: expected (1, 5), the checkpoint has (5,)"),
+        (reshaped, r"frozen.bias: expected (1, 5), got (5,) from the checkpoint"),
         (untied, "layers.3.weight: the model has it, the checkpoint doesn't"),
-        (integer, "frozen.bias: expected int64, the checkpoint has float32"),
+        (integer, "frozen.bias: expected int64, got float32 from the checkpoint"),
         (moved, "one: param group 0 has this parameter here, and not when saved"),
     ]
 

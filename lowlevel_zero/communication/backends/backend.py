@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """A kind of collective between hosts, each with an order of its own; kinds below ``AGREEMENT`` carry buckets."""
+    """A kind of collective between hosts, whose collectives have an order of their own.
+
+    Kinds below ``AGREEMENT`` carry buckets.
+    """
 
     REDUCE = 1
     GATHER_SUM = 2  # the second half of an all-reduce
@@ -56,7 +59,7 @@ class PeerError(TransportError):
 
 
 def referent(reference: ReferenceType[T]) -> T:
-    """Return the object of a weak reference; raise ``RuntimeError`` if it has ended with its process group."""
+    """Return the object of a weak reference; raise ``RuntimeError`` if its process group has been destroyed."""
     found = reference()
     if found is None:
         raise destroyed()

@@ -75,9 +75,9 @@ class ControlPipe:
         self._lock, self._sleeping = runtime().nested_lock(), runtime().nested_lock()
 
     def tell(self, kind: int, offset: int = 0, starts: Sequence[int] = (), nbytes: int = 0) -> Key:
-        """Send each peer a record of where this rank's part lies and which blocks were read; return its key at once.
+        """Send each peer a record of where this rank's part lies and which blocks it has read; return the record's key.
 
-        A record that finds no room goes later; records may overtake each other.
+        If a pipe is full, a thread sends the record later: records may overtake each other.
 
         Args:
             kind: the kind of the collective; 0: there is none.

@@ -53,6 +53,7 @@ class SharedMemory(HostBackend):
         return self._in_block(rows * row, dtype).view(rows, row)
 
     def _in_block(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Take a block for ``numel`` elements, note it as handed out, and return its tensor."""
         block, packed = referent(self._pool).take(numel, dtype)
         self._handed_out[packed.data_ptr()] = block
         return packed
