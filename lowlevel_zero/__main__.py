@@ -125,17 +125,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except _Mistake as mistake:
+        print(mistake, file=sys.stderr)
+        return _REFUSED
     except (ValueError, TypeError, OSError, ImportError) as refused:
         print(f"lowlevel_zero {options.command.name}: error: {' '.join(str(refused).split())}", file=sys.stderr)
         return _REFUSED
     return 0
 
 
+class _Mistake(Exception):
+    """Raised for a mistake on the command line, with the line to print."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """Prints a mistake on the command line without the usage, and exits."""
+    """Raises ``_Mistake`` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_REFUSED, f"{self.prog.removeprefix(_RUN)}: error: {message.removeprefix('argument ')}\n")
+        raise _Mistake(f"{self.prog.removeprefix(_RUN)}: error: {message.removeprefix('argument ')}")
 
 
 def _parser() -> argparse.ArgumentParser:
