@@ -68,12 +68,7 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
     as when an optimizer is deleted. They also find out whether a rank has another optimizer over the same process
     group, which is not retired: from now on several share it. ``names``: of the parameters, for a retired one's errors.
     """
-    former: dict[ShardedOptimizer, str] = {}
-    for other in alive():
-        for p in params:
-            record = other.sharded_parameters.find(p)
-            if record is not None and record.p is p:
-                former.setdefault(other, names[p])
+    former = {other: names.get(records[0].p, records[0].name) for other, records in records_of(params).items()}
     groups = [each.shard_group for each in alive() if each not in former]
     beside = [each for each in groups if each is not group and each.context is group.context]
     retires, shares = group.all_reduce_max([len(former), len(beside)])
