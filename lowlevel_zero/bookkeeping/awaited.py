@@ -29,7 +29,6 @@ _HARMLESS = frozenset(
                 *("shape", "ndim", "dtype", "device", "layout"),
                 *("is_cuda", "is_cpu", "is_sparse", "is_nested", "is_meta", "is_quantized"),
             )
-            if hasattr(Tensor, name)
         ),
         *(_GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__set__, Tensor.requires_grad_),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size),
