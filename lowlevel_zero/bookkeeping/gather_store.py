@@ -65,9 +65,7 @@ class Gather:
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
-                with torch.no_grad(), self._streams.home():
-                    pending.wait()
-                    self._written = self._streams.mark() if self.awaited else None
+                self._write(pending)
             except BaseException as error:
                 if self._progress.is_forked:
                     self._pending = pending
@@ -81,6 +79,12 @@ class Gather:
             (self._written.synchronize if on_host else self._written.wait)()
             if on_host or self._written.query():
                 self.forget()
+
+    @torch.no_grad()
+    def _write(self, pending: Work[None]) -> None:
+        with self._streams.home():
+            pending.wait()
+            self._written = self._streams.mark() if self.awaited else None
 
     def forget(self) -> None:
         """Make the parameters ordinary ones again: reads from now on come after the write."""
