@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from lowlevel_zero import LowLevelZeroOptimizer
 from lowlevel_zero.trainers.accelerate import ZeroAccelerator
 from tests.support.cases import check_refusals
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import run_cases
 from tests.support.trainers import (
     LayerDrop,
     Make,
@@ -406,26 +406,6 @@ def compiled_and_not(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_compiled_model_is_saved_and_named_as_it_is_plain(tmp_path: Path) -> None:
     run_cases(compiled_and_not, 2, [(str(tmp_path),)])[0][1].values()
-
-
-def prepared_with_others_frozen(rank: int, world_size: int) -> None:
-    """The second optimizer has what the first one trains, frozen: both are reduced and saved, until one retires."""
-    with launched(rank, world_size):
-        accelerator, model = ZeroAccelerator(cpu=True), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        model = accelerator.prepare(model)
-        first = accelerator.prepare(adamw(model[0].parameters()))
-        model[0].requires_grad_(False)
-        second = accelerator.prepare(adamw(model.parameters()))
-        assert accelerator._optimizers == [first, second]
-        assert not first.optimizer.is_retired
-        other = LowLevelZeroOptimizer(adamw(model[1].parameters()), model=model)  # which nobody has told accelerate of
-        third = accelerator.prepare(adamw(model[1].parameters()))
-        assert accelerator._optimizers == [first, third]
-        assert other.is_retired
-
-
-def test_an_optimizer_stays_where_another_has_its_parameters_frozen() -> None:
-    run_ranks(prepared_with_others_frozen, 2)
 
 
 # ---- mistakes ----
