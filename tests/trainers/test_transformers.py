@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -321,6 +322,25 @@ def test_what_an_earlier_run_has_saved_in_another_form_is_not_loaded(tmp_path: P
     for _, ran in run_cases(after_other_form, 2, [(str(tmp_path / f"{first}"), first) for first in (True, False)]):
         for saved, loaded in ran.values():
             assert not differences(saved, loaded)
+
+
+def saved_on_each_node(rank: int, world_size: int, folder: str) -> None:
+    """Each rank is the first of a node with a disk of its own."""
+    own, run = (
+        f"{folder}/{rank}",
+        Run({"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_on_each_node": True}),
+    )
+    with launched(rank, world_size):
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        trainer = trainer_of(1, run, rank, own)
+        trainer.train()
+        saved = torch.load(f"{own}/checkpoint-1/optimizer.pt", weights_only=True)
+        assert saved["state"]
+        assert not differences(trainer.optimizer.optimizer.state_dict()["state"], saved["state"])
+
+
+def test_a_checkpoint_on_each_node_is_whole(tmp_path: Path) -> None:
+    run_cases(saved_on_each_node, 2, [(str(tmp_path),)])[0][1].values()
 
 
 def crash_in_other_form(rank: int, world_size: int, folder: str) -> None:
