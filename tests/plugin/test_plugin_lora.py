@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.interface.model import PeftUnwrapMixin
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, VBLoRAConfig, get_peft_model
 from torch import Tensor, nn
 
+from lowlevel_zero.plugin.lora import add_lora_parameters
 from tests.support.boosting import adamw, check_close, check_equal, ddp, momentum, ours
 from tests.support.cases import check_each
 from tests.support.ranks import run_cases_expecting, run_ranks
@@ -113,6 +114,21 @@ def copies_of_whole_modules_come_along(rank: int, world_size: int) -> None:
     assert len(wrapped.optim.param_groups[0]["params"]) == 4 + 1
     train(booster, boosted, wrapped, rank, 0, 1)
     assert len(wrapped.optim.state) == 9
+
+
+def test_what_all_adapters_share_comes_along_once() -> None:
+    """As VB-LoRA's bank of vectors, which is in each of its layers."""
+    model = llama()
+    optimizer = adamw(groups_of(model))
+    layers = ["q_proj", "v_proj"]
+    shared = VBLoRAConfig(task_type="CAUSAL_LM", r=4, vector_length=4, num_vectors=8, target_modules=layers)
+    adapted = get_peft_model(model, shared)
+    add_lora_parameters(adapted, optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = {p for p in adapted.parameters() if p.requires_grad}
+    assert any("vector_bank" in name for name, _ in adapted.named_parameters())
+    assert len(held) == len(trained)
+    assert set(held) == trained
 
 
 def test_what_belongs_to_the_optimizer(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
