@@ -195,6 +195,16 @@ def test_a_setting_is_loaded_to_where_it_was(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_piece_may_be_as_large_as_is_asked_for(rank: int) -> None:
+    weights = nn.ParameterList(nn.Parameter(torch.zeros(512, 512)) for _ in range(5))  # 1 MiB each
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(weights, lr=0.1, momentum=0.9))
+    optimizer.backward(torch.stack([p.sum() for p in weights]).sum())
+    optimizer.step()
+    pieces = [(sorted(piece), size) for piece, size in optimizer.state_dict_shard(2)]
+    assert pieces == [([0, 1], 2.0), ([2, 3], 2.0), ([4], 1.0)]
+
+
+@on_ranks(2)
 def test_a_state_dict_that_was_given_stays_as_it_was(rank: int) -> None:
     """Step counts too, which the next step counts up in place."""
     model, optimizer = wrapped(nn.Linear(5, 6), adamw, steps=1)
