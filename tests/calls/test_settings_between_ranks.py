@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -261,6 +262,20 @@ def weights_that_one_rank_exchanges_and_puts_back_are_no_difference(rank: int, w
     assert all(map(torch.equal, *ends))
 
 
+def weights_that_others_receive_from_one_are_written_on_all(rank: int, world_size: int) -> None:
+    """By ``p.data``, which counts no write; a step with a rate of 0 leaves them."""
+    model = net().bfloat16()
+    optimizer = wrap(model)
+    steps(Together(rank), model, optimizer, [0])
+    add(model, optimizer, writes=rank == ODD)
+    dist.broadcast(model[2].bias.data, ODD)
+    written = model[2].bias.detach().clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    steps(Together(rank), model, optimizer, [1])
+    assert torch.equal(model[2].bias, written)
+
+
 def values_are_compared_once_where_ranks_have_not_written_alike(rank: int, world_size: int) -> None:
     """Later steps wait as often as those before, also where they don't gather what was written."""
     model, unused = net(), nn.Linear(2, 2)
@@ -283,6 +298,7 @@ CHECKS = [
     settings_that_may_change_in_place_may_go_and_come_back,
     all_ranks_refuse_a_step_where_one_has_written_again,
     weights_that_one_rank_exchanges_and_puts_back_are_no_difference,
+    weights_that_others_receive_from_one_are_written_on_all,
     values_are_compared_once_where_ranks_have_not_written_alike,
 ]
 
