@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from lowlevel_zero.optim.probe import probe_elements
 from lowlevel_zero.optim.splits import choose_splits
 from lowlevel_zero.optim.trials import writes_without_gradients
+from lowlevel_zero.optim.twins import with_one_each
 from tests.support.strangers import (
     AdamByHand,
     Noisy,
@@ -197,6 +198,32 @@ class FlagsInState(Stranger):
         return adam(state, g - g.mean() if state.get("whiten") else g)
 
 
+def flagged(flag: bool) -> Optimizer:
+    params: list[Any] = matrix()
+    for p in params:
+        p.whiten = flag
+    return LooksAtFlags(params)
+
+
+class LooksAtFlags(Stranger):
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        return g - g.mean() if p.whiten else g
+
+
+class BoundByNumbers(Stranger):
+    """Does otherwise where a parameter's number is very small or large."""
+
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        return g if 1 <= p.scale <= 4 else g - g.mean()
+
+
+def numbered(*scales: float) -> Optimizer:
+    params: list[Any] = [p for _ in scales for p in matrix()]
+    for p, scale in zip(params, scales, strict=True):
+        p.scale = scale
+    return BoundByNumbers(params)
+
+
 class CentralisedByHook(AdamByHand):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -248,6 +275,8 @@ TRIED: dict[str, Callable[[], Optimizer]] = {
     "a state at construction": lambda: StateAtConstruction(matrix(), lr=0.1),
     "kernels that a graph may capture": lambda: type("Mine", (torch.optim.AdamW,), {})(matrix(), capturable=True),
     "Adagrad's state at construction": lambda: Mine(matrix(), initial_accumulator_value=1.0),
+    "a parameter's flag that isn't set": lambda: flagged(False),
+    "numbers of parameters that bind nowhere": lambda: numbered(2.0, 4.0, 1.0, 3.0),
     "a large parameter is held": lambda: HoldsItsParameters([torch.nn.Parameter(torch.ones(500, 500))]),
     "a warning is no failure": lambda: Warns(matrix()),  # pytest makes errors of warnings
     "the model is not copied": lambda: AdamByHand([torch.nn.Parameter(torch.empty(10**6, 10**6, device="meta"))]),
@@ -266,6 +295,9 @@ FOUND: dict[str, tuple[Callable[[], Optimizer], str]] = {
     "an option that is recorded nowhere": (lambda: ScaledAndRecorded(matrix(), decoupled=True), "flat slices differ"),
     "a state at construction": (lambda: StateAtConstruction(matrix(), centralise=True), "flat slices differ"),
     "a hook of the class's own": (lambda: CentralisedByHook(matrix()), "flat slices differ"),
+    "a parameter's flag that is set": (lambda: flagged(True), "flat slices differ"),
+    "a parameter's small number": (lambda: numbered(2.0, 4.0, 0.5, 3.0), "flat slices differ"),
+    "a parameter's large number": (lambda: numbered(2.0, 1.0, 4.5, 3.0), "flat slices differ"),
     "flags in a state": (lambda: FlagsInState(matrix()), "could not be tried"),
     "an attribute that holds a model": (
         lambda: HoldsAModel(matrix(), torch.nn.Linear(1000, 1000, device="meta")),
@@ -296,6 +328,12 @@ def test_what_it_has_chosen_and_can_t_be_copied_is_told(way: str) -> None:
     )
     with pytest.raises(TypeError, match=f"could not be tried .*{told}.*pass split='elements' or"):
         choose_splits(optimizer)
+
+
+def test_a_method_that_it_has_chosen_is_its_twin_s_own() -> None:
+    """Else a copy of the optimizer would be stepped by, and its parameters be copied."""
+    made: Any = with_one_each(ChoosesAFunction(matrix(), "method", centralise=True), matrix())
+    assert made.chosen.__self__ is made
 
 
 def test_a_native_handle_is_not_freed() -> None:
