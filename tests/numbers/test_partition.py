@@ -132,6 +132,14 @@ def test_work_and_memory_of_a_gpt_are_level(block: list[tuple[float, float]], la
 NUMEL = 2**31 + 7
 
 
+def test_a_kernel_costs_as_the_matrix_does_that_it_is_flattened_to_and_a_stack_as_its_matrices() -> None:
+    muon = type("Muon", (torch.optim.SGD,), {})([torch.nn.Parameter(torch.ones(1))])
+    shapes = ((8, 4, 3, 5), (8, 60), (7, 8, 60))
+    kernel, one, stack = (costs_of(muon, {}, torch.empty(shape, device="meta"), "", None) for shape in shapes)
+    assert kernel == one == (5 * 8 * 8 * (2 * 60 + 8), 480)
+    assert stack == (7 * one[0], 7 * one[1])
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 64])
 def test_slices_tile_it(world_size: int) -> None:
     spans = [EvenSplit(NUMEL, world_size).span(rank) for rank in range(world_size)]
