@@ -391,6 +391,18 @@ def test_rows_go_down_beside_the_work_and_are_waited_for_by_the_host(
     assert all(arrived.query() for arrived in copied)
 
 
+def test_home_waits_for_the_oldest_work_beside_until_as_many_parts_are_left() -> None:
+    streams, parts = Simulated(torch.device("cpu"), api := Api()), []
+    home = api.now
+    for _ in range(3):
+        with streams.beside():
+            streams.keep(torch.empty(1))
+            parts.append(api.now.work())
+    for left in (3, 2, 0):
+        streams.limit(left)
+        assert [home.comes_after(part) for part in parts] == [True] * (3 - left) + [False] * left
+
+
 def test_home_waits_once_for_a_stream_on_which_a_gradient_has_come() -> None:
     """Later its owner may capture a graph on it, say."""
     streams, line = Simulated(torch.device("cpu"), api := Api()), Line()
