@@ -421,15 +421,19 @@ def test_tensors_among_extra_states_may_lie_in_any_memory_order_or_be_conjugated
         "conjugated": torch.polar(torch.ones(2), torch.arange(1.0, 3.0)).conj(),
     }
     waves = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+    trough = waves[1:2].imag
     assert waves.is_conj()
+    assert trough.is_neg()
+    assert trough.is_contiguous()
 
     def made(kept: Any) -> Pair:
         model = nn.Sequential(nn.Linear(2, 2), Keeping(kept))
         model.register_buffer("waves", torch.zeros(4, dtype=torch.complex64))
+        model.register_buffer("trough", torch.zeros(1))
         return wrapped(model)
 
     saved, loaded = made(values), made({})
-    saved[0].waves = waves
+    saved[0].waves, saved[0].trough = waves, trough
     save_by(way, tmp_path / way, *saved)
     load_by(way, tmp_path / way, *loaded)
-    check_same([values, waves], [loaded[0][1].kept, loaded[0].waves])
+    check_same([values, waves, trough], [loaded[0][1].kept, loaded[0].waves, loaded[0].trough])
