@@ -58,7 +58,7 @@ mutants: $(TRAINERS_INSTALLED)  ## make mistakes in a copy of the package, each 
 
 peers: $(PEERS_INSTALLED)  ## install what the benchmarks compare with
 
-bench: $(PEERS_INSTALLED)  ## measure speed and memory beside others, 25 minutes (a look: make bench ARGS=--quick)
+bench: $(PEERS_INSTALLED)  ## measure speed and memory beside others, half an hour (a look: make bench ARGS=--quick)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
 hosts: $(PEERS_INSTALLED)  ## measure over links between two hosts, namespaces of this one, 40 minutes; as root
