@@ -195,6 +195,16 @@ def test_a_setting_is_loaded_to_where_it_was(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_master_of_one_element_is_no_number(rank: int) -> None:
+    model, optimizer = wrapped(nn.Linear(5, 6).bfloat16(), adamw, steps=1)
+    saved = optimizer.state_dict()
+    saved["state"][0]["master_param"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"^weight: expected master_param of its shape \(6, 5\), got \(1,\)"):
+        optimizer.load_state_dict(saved)
+    train(model, optimizer)
+
+
+@on_ranks(2)
 def test_a_piece_may_be_as_large_as_is_asked_for(rank: int) -> None:
     weights = nn.ParameterList(nn.Parameter(torch.zeros(512, 512)) for _ in range(5))  # 1 MiB each
     optimizer = LowLevelZeroOptimizer(torch.optim.SGD(weights, lr=0.1, momentum=0.9))
