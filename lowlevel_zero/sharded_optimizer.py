@@ -363,6 +363,5 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: the first parameter that differs, and on which ranks; or ranks that make other calls. Both on
                 all ranks.
         """
-        self.calls.finish_syncs("verify buffers" if buffers else "verify", raises=False)
+        self.calls.finish_syncs("verify buffers" if buffers else "verify")
         verify(self.sharded_parameters, self.parameter_names(), self.model, buffers)
-        self.step_state.failure.raise_deferred()

@@ -39,6 +39,11 @@ class ParameterStore:
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self.records)
 
+    @property
+    def on_host(self) -> bool:
+        """Return whether all parameters are on the host, which is the same on all ranks."""
+        return all(record.padded.device.type == "cpu" for record in self.records)
+
     def shard_group_of(self, tensor: Tensor) -> int:
         """Return the index of the shard group of a parameter, master slice or buffer; 0 for an unknown tensor."""
         record = self._record_of.get(tensor)

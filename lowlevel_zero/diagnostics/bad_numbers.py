@@ -74,7 +74,7 @@ class BadNumbers:
         self._ranks = parameters.shard_groups[0]
         self._options = options
         self._scaler = scaler
-        self._on_host = all(record.padded.device.type == "cpu" for record in parameters)  # alike on all ranks
+        self._on_host = parameters.on_host
         self._measures = scaler is not None or options.diagnostics.error_if_nonfinite
         # The largest absolute value that this rank put into each bucket buffer, 0-d; NaN if the buffer held one.
         self._packed: list[tuple[Sequence[ShardedParameter], Tensor]] = []

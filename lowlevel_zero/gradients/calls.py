@@ -108,19 +108,19 @@ class Calls:
         self._guard.enter(doing)
         self.finish_gradients(Call(f"{doing} of {record.common_name}"))
 
-    def finish_syncs(self, doing: str, raises: bool = True, updates: bool = False) -> None:
+    def finish_syncs(self, doing: str, updates: bool = False) -> None:
         """Run all ranks' gradient syncs to the end; unreduced gradients stay in ``p.grad``. Communicates.
+
+        An error that costs this rank gradients is raised on all ranks by the next call that they agree on: the others
+        go on with this one, which needs no gradients, and would wait for a rank that leaves it.
 
         Args:
             doing: one of the names of ``Call``, the same on every rank.
-            raises: an error that has cost this rank gradients leaves now, not when the ranks have done what follows.
             updates: the call updates tensors on the device, as ``Guard.enter`` takes it.
         """
         self._guard.enter(doing, updates)
         with torch.inference_mode(False), torch.no_grad():  # later sums are added to these outside of inference mode
             self.agree(Call(doing), lambda each, call: each.reducer.agree_on_syncs(call))
-        if raises:
-            self.state.failure.raise_deferred()
 
     @contextmanager
     def taking_part(self, catch_up: Callable[[], object], damage: Damage = Damage.GRADIENTS) -> Iterator[None]:

@@ -99,7 +99,7 @@ def test_a_save_waits_for_the_copies_from_every_device(monkeypatch: pytest.Monke
     """A frozen parameter or a buffer may be on another than what is trained."""
     api, pinned = simulate(monkeypatch)
     of = {("a",): torch.ones(3).as_subclass(OnOther), ("b",): torch.ones(2).as_subclass(OnCurrent)}
-    copies = Saving(Path("anywhere")).stage({**of, ("c",): torch.zeros(1)}, None)
+    copies = Saving(Path("anywhere"), None).stage({**of, ("c",): torch.zeros(1)})
     assert [copy.tolist() for copy in copies.values()] == [[1.0] * 3, [1.0] * 2, [0.0]]
     assert (api.lines[OTHER].recorded, api.lines[CURRENT].recorded) == (1, 1)
     assert pinned == [(True, "cpu")]

@@ -105,7 +105,7 @@ MADE_ONCE = [
         (
             Change(
                 "sharded_optimizer.py",
-                'self.calls.finish_syncs("verify buffers" if buffers else "verify", raises=False)\n        verify(',
+                'self.calls.finish_syncs("verify buffers" if buffers else "verify")\n        verify(',
                 "verify(",
             ),
             Change("diagnostics/verification.py", "with together(ranks, _COMPARE):", "if True:"),

@@ -6,6 +6,7 @@ Operations that fail in all calls are in ``test_aftermath.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.bookkeeping.bucket_store import Bucket
+from lowlevel_zero.bookkeeping.gradient_store import GradientStore
+from lowlevel_zero.deepspeed import safe_get_full_fp32_param
 from tests.simulation.world import CARRIERS, Carrier, simulate
 
 X = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
@@ -72,6 +76,54 @@ def test_no_step_is_taken_after_a_backward_that_raised_on_one_rank(carrier: Carr
     for text in (own[7], other[7]):
         assert "rank 1 to zero_grad, after a call that failed there (ArithmeticError: no gradient today)" in text
     assert own[8] == other[8] == ""
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict", "verify", "add_param_group", "read", "detached"])
+def test_what_needs_no_gradients_goes_on_where_a_rank_loses_some(
+    name: str, carrier: Carrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for it: all are told by the next call that needs them."""
+    accumulate = GradientStore.accumulate
+    fails = False
+
+    def failing(self: GradientStore, bucket: Bucket, total: Tensor) -> None:
+        nonlocal fails
+        if fails and bucket.records[0].rank == 1:
+            fails = False
+            raise ArithmeticError("no sum today")
+        accumulate(self, bucket, total)
+
+    monkeypatch.setattr(GradientStore, "accumulate", failing)
+
+    def job(rank: int) -> list[str]:
+        nonlocal fails
+        torch.manual_seed(0)
+        model, more = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model=model)
+        optimizer.backward(model(X[rank]).square().mean())
+        detached = model.weight.grad.detach()
+        optimizer.step()
+        kept = optimizer.state_dict()
+        calls: dict[str, Callable[[], Any]] = {
+            "state_dict": optimizer.state_dict,
+            "load_state_dict": lambda: optimizer.load_state_dict(kept),
+            "verify": optimizer.verify,
+            "add_param_group": lambda: optimizer.add_param_group({"params": [more]}),
+            "read": lambda: safe_get_full_fp32_param(model.weight),
+            "detached": lambda: detached.sum(),
+        }
+        optimizer.zero_grad()
+        optimizer.verify()
+        fails = True
+        backward = partial(optimizer.backward, model(X[rank]).square().mean())
+        return [told(each) for each in (backward, calls[name], optimizer.step, optimizer.zero_grad, optimizer.verify)]
+
+    own, other = texts_of(job, carrier)
+    assert not fails
+    for texts in (own, other):
+        assert texts[1] == texts[3] == texts[4] == ""
+        assert "no sum today" in texts[2]
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

@@ -28,6 +28,7 @@ def test_what_went_wrong_before(name: str, carrier: Carrier) -> None:
 
 OVERLAPS = Part(options=(("overlap_allgather", True),))  # norms are judged a step later
 WHOLE = Part((Weight(), Weight((7,))), ((0,), (1,)), options=(("partition_grad", True), ("split", "parameters")))
+BY_ELEMENTS = replace(WHOLE, options=())
 EXPERTS = Part((Weight(), Weight(expert=True)))
 FROZEN = Part((Weight(), Weight((2, 3), role="frozen", transposed=True)), ((0,), (0, 1)))  # sent from a copy
 REFUSES = Part(options=(("error_if_nonfinite", True),))  # on all ranks, by the norm that some of them can't read
@@ -52,7 +53,9 @@ FAILING: dict[str, tuple[Program, str]] = {
         _failing("backward", part=Part(levels="inner"), ranks=4, carrier="nccl"),
         "_spread",
     ),
-    "verifies": (_failing("backward", "verify", "step", part=replace(WHOLE, options=())), "sum_rows"),
+    "verifies": (_failing("backward", "verify", "step", part=BY_ELEMENTS), "sum_rows"),
+    "keeps a state dict": (_failing("backward", "keep state", "step", part=BY_ELEMENTS), "sum_rows"),
+    "loads a state dict": (_failing("keep state", "backward", "load state", "step", part=BY_ELEMENTS), "sum_rows"),
     "verifies experts of its own": (_failing("backward", "verify", part=EXPERTS), "checksum"),
     "gathers what is verified": (_failing("backward", "step", "verify", part=OVERLAPS), "unpack_theirs"),
     "brings back what sleeps, in a backward whose exception its caller ignores": (
