@@ -77,12 +77,12 @@ def test_an_all_reduce_reads_no_more_with_more_ranks(rank: int) -> None:
 def test_a_buffer_that_is_padded_for_an_all_reduce_gives_its_block_back(rank: int) -> None:
     """As one row does that the ranks don't divide; no step comes between."""
     group, held = group_with_wires(), []
-    for _ in range(6):
+    for _ in range(16):
         buffer = group.new_buffer(2**18 + 1, torch.float32, CPU, rows=1).fill_(1.0)
         assert (group.all_reduce(buffer).wait() == 4).all()
         dist.barrier()
         held.append(sum(map(torch.numel, group.held())))
-    assert held[-1] == held[2]
+    assert held[-1] - held[2] <= 2 * 2**21  # peers may be late to tell of two blocks that they have read
 
 
 @on_ranks(4, timeout=30)
