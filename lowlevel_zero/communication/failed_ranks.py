@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
-from .backends.backend import PeerError
 from .process_groups import context_of, default_group
 from .runtime import runtime
+from .work import PeerError
 
 # The remedy where ranks make different calls, or wait in vain for one.
 SAME_CALLS = (

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor
 
-from .backends.backend import PeerError
 from .failed_ranks import SAME_CALLS, LostRank, lost_rank_error
 from .process_groups import GroupContext
-from .work import Work
+from .work import PeerError, Work
 
 REDUCTION, GATHER, NORM = "reduction", "gather", "sum of the norm"
 AGREEMENT, MESSAGE, BROADCAST = "agreement", "presence map", "broadcast"

@@ -43,16 +43,32 @@ class Work(Generic[T]):
         return Work(lambda: act(self.wait()), self.ready, self.tensors)
 
 
+class TransportError(RuntimeError):
+    """Raised when another rank's part of a collective doesn't come."""
+
+
+class PeerError(TransportError):
+    """Raised when a message to another rank, or from it, fails.
+
+    Attributes:
+        rank: the other rank's global one.
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
+
+
 class OnStream:
     """A chain that starts second collectives at once, on a side stream that waits for the first."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+    def after(self, first: Work[S], start: Callable[[S], Work[T]], instead: Callable[[], S]) -> Work[T]:
         """Start the second collective now, on the side stream, which waits for the first; the host doesn't wait."""
         with self._streams.beside():
-            second = _started(first, start)
+            second = _started(first, start, instead)
         return Work(second.wait, second.ready, (*first.tensors, *second.tensors))
 
 
@@ -64,10 +80,10 @@ class OnDemand:
         self._starting = 0  # the thread that starts collectives
         self._waiting: deque[tuple[Work[Any], Callable[[], None]]] = deque()
 
-    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+    def after(self, first: Work[S], start: Callable[[S], Work[T]], instead: Callable[[], S]) -> Work[T]:
         """Return a work that starts the second collective in its ``ready`` or ``wait``, in the order of calls."""
         second: Future[Work[T]] = Future()
-        self._waiting.append((first, partial(carry_out, partial(_started, first, start), second)))
+        self._waiting.append((first, partial(carry_out, partial(_started, first, start, instead), second)))
 
         def wait() -> T:
             if self._starting == get_ident():
@@ -105,36 +121,41 @@ class OnThread:
     def __init__(self, threads: Threads) -> None:
         self._worker = runtime().worker("lowlevel_zero chaining", threads)
 
-    def after(self, first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
+    def after(self, first: Work[S], start: Callable[[S], Work[T]], instead: Callable[[], S]) -> Work[T]:
         """Let the thread wait for the first collective and start the second; ``wait`` raises an error of either."""
-        second = self._worker.submit(partial(_started, first, start))
+        second = self._worker.submit(partial(_started, first, start, instead))
         return Work(lambda: second.result().wait(), partial(_is_ready, second), first.tensors)
 
 
 Chain: TypeAlias = OnStream | OnDemand | OnThread
 
 
-def _started(first: Work[S], start: Callable[[S], Work[T]]) -> Work[T]:
-    """Wait for ``first``, and start a second collective with its result.
+def _started(first: Work[S], start: Callable[[S], Work[T]], instead: Callable[[], S]) -> Work[T]:
+    """Wait for ``first``, and start a second collective with its result, or with ``instead()`` if it fails here.
 
-    If that raises, it is started once more, since other ranks wait for it, and ``wait`` raises.
+    If starting fails, it is tried once more. Other ranks wait for the second collective, unless the first one failed
+    for want of their part. ``wait`` of the returned work raises the first error.
     """
-    result = first.wait()
+    failed: list[RuntimeError] = []
     try:
-        return start(result)
+        result = first.wait()
+    except TransportError:
+        raise
     except RuntimeError as error:
-        return or_raise(start(result), [error])
+        failed.append(error)
+        result = instead()
+    try:
+        second = start(result)
+    except RuntimeError as error:
+        failed.append(error)
+        second = start(result)
 
-
-def or_raise(work: Work[T], failed: list[RuntimeError]) -> Work[T]:
-    """Return a work that waits for ``work``, then raises the first error in ``failed``, or returns the result."""
-
-    def checked(result: T) -> T:
+    def checked(end: T) -> T:
         for error in failed:
             raise error
-        return result
+        return end
 
-    return work.then(checked)
+    return second.then(checked) if failed else second
 
 
 def _is_ready(second: Future[Work[T]]) -> bool:

@@ -167,7 +167,7 @@ for number, carrier in enumerate(("shared memory", "messages", "shared memory", 
     one.drop()
 start_alone()
 chain = OnThread(context_of(default_group()).threads)
-chain.after(Work(lambda: time.sleep(0.3)), lambda _: Work(print("started", flush=True)))
+chain.after(Work(lambda: time.sleep(0.3)), lambda _: Work(print("started", flush=True)), lambda: None)
 if child and os.waitpid(child, 0)[1]:
     raise SystemExit("the other rank failed")
 """

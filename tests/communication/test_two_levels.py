@@ -126,7 +126,7 @@ def test_second_levels_start_in_the_order_of_first_ones_and_by_themselves() -> N
         return by_hand(second[value], 10 * value)
 
     chain = OnThread(Threads())
-    pending = [chain.after(by_hand(first[at], at), start) for at in range(3)]
+    pending = [chain.after(by_hand(first[at], at), start, int) for at in range(3)]
     first[2].set()
     first[1].set()
     assert not any(each.ready() for each in pending)
@@ -146,13 +146,15 @@ def test_an_error_of_either_level_is_raised_by_who_waits() -> None:
     chain = OnThread(Threads())
     done = Event()
     done.set()
-    broken = chain.after(by_hand(done, 2), fail)
-    after = chain.after(broken, fail)
-    whole = chain.after(by_hand(done, 3), lambda value: by_hand(done, value))
+    broken = chain.after(by_hand(done, 2), fail, int)
+    zeros: list[int] = []
+    after = chain.after(broken, lambda value: zeros.append(value) or by_hand(done, value), int)
+    whole = chain.after(by_hand(done, 3), lambda value: by_hand(done, value), int)
     for each in (broken, after):
         with pytest.raises(RuntimeError, match="level 2"):
             each.wait()
         assert each.ready()
+    assert zeros == [0]  # other ranks wait for it
     assert whole.wait() == 3
 
 
@@ -167,7 +169,7 @@ def test_through_shared_memory_whoever_asks_starts_all_that_are_due() -> None:
         return Work(lambda: 10 * value)
 
     chain = OnDemand()
-    pending = [chain.after(by_hand(first[at], at), start) for at in range(4)]
+    pending = [chain.after(by_hand(first[at], at), start, int) for at in range(4)]
     for at in (0, 1, 3):
         first[at].set()
     assert started == []  # nobody has asked
@@ -204,7 +206,7 @@ def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
         log.append("start second")
         return noting("second")
 
-    pending = OnStream(Recording()).after(noting("first"), start)
+    pending = OnStream(Recording()).after(noting("first"), start, str)
     assert log == ["beside", "wait first", "start second", "back"]
     assert len(pending.tensors) == 2
     assert pending.wait() == "second"

@@ -241,8 +241,8 @@ MUTANTS = [
     Mutant(
         "an outer level isn't summed",
         LEVELS,
-        "self._inner.reduce_scatter(buffer, own), own, self._outer.all_reduce)",
-        "self._inner.reduce_scatter(buffer, own), own, lambda row: Work(lambda: row))",
+        "self._inner.reduce_scatter(buffer, own), self._outer.all_reduce, own.zero_)",
+        "self._inner.reduce_scatter(buffer, own), lambda row: Work(lambda: row), own.zero_)",
         "tests/communication/test_two_levels.py",
     ),
     Mutant(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..flat_buffers import are_apart, in_rows, keep_own, lay_end_to_end, sum_rows, take_apart, unpack
-from ..work import Chain, Work, or_raise
+from ..work import Chain, Work
 
 KINDS = 16  # at most
 
@@ -40,22 +40,6 @@ class Kind(IntEnum):
     AGREEMENT = 5
     SUM = 6
     PRESENCE_MAP = 7
-
-
-class TransportError(RuntimeError):
-    """Raised when another rank's part of a collective doesn't come."""
-
-
-class PeerError(TransportError):
-    """Raised when a message to another rank, or from it, fails.
-
-    Attributes:
-        rank: the other rank's global one.
-    """
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(why)
-        self.rank = rank
 
 
 def referent(reference: ReferenceType[T]) -> T:
@@ -118,26 +102,9 @@ class Backend(ABC):
         rows = in_rows(buffer, self.size)  # of any shape: it may be another level's row
         shape, numel, total = buffer.shape, buffer.numel(), torch.empty_like(rows)
         own = self._row_of_sum(total)
-        gathered = self._after(self.reduce_scatter(rows, own), own, lambda row: self._gather_sum(row, total))
+        first = self.reduce_scatter(rows, own)
+        gathered = self.chain.after(first, lambda row: self._gather_sum(row, total), own.zero_)
         return gathered.then(lambda _: total.view(-1)[:numel].view(shape))
-
-    def _after(self, first: Work[Tensor], instead: Tensor, start: Callable[[Tensor], Work[T]]) -> Work[T]:
-        """Start a second collective with the result of ``first``, or zeros in ``instead`` if that fails on this rank.
-
-        The other ranks wait for the second one; its work raises the error of the first. Communicates.
-        """
-        failed: list[RuntimeError] = []
-
-        def wait() -> Tensor:
-            try:
-                return first.wait()
-            except TransportError:
-                raise
-            except RuntimeError as error:
-                failed.append(error)
-                return instead.zero_()
-
-        return or_raise(self.chain.after(Work(wait, first.ready, first.tensors), start), failed)
 
     def _row_of_sum(self, total: Tensor) -> Tensor:
         """Return the memory into which this rank sums its row of an all-reduce: a view of that row of ``total``."""

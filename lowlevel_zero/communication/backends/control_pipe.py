@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..processes import Process
 from ..runtime import Threads, runtime
-from .backend import TransportError
+from ..work import TransportError
 
 # A collective's kind, the sender, the serial, offset, start and bytes; and offsets of finished blocks, 0 where there
 # are fewer.

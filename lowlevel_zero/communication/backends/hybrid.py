@@ -40,13 +40,13 @@ class Hybrid(Backend):
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Start summing this rank's row within, then across, with zeros if the sum within fails here. Communicates."""
         own = buffer.new_empty(buffer.shape[1]) if into is None else into
-        return self._after(self._inner.reduce_scatter(buffer, own), own, self._outer.all_reduce)
+        return self.chain.after(self._inner.reduce_scatter(buffer, own), self._outer.all_reduce, own.zero_)
 
     def reduce(self, buffer: Tensor, owner: int) -> Work[Tensor]:
         """Start summing to ``owner`` in each inner group, then across the owners; empty on others. Communicates."""
         own = torch.empty_like(buffer).view(-1) if self.rank == owner else None  # before anything is begun
         within = self._inner.reduce(buffer, owner)
-        return within if own is None else self._after(within, own, self._outer.all_reduce)
+        return within if own is None else self.chain.after(within, self._outer.all_reduce, own.zero_)
 
     # ---- within: other inner groups have the same ----
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..flat_buffers import keep_own, lay_end_to_end
 from ..runtime import Threads, runtime
-from ..work import OnThread, Work
-from .backend import KINDS, Backend, HostBackend, Kind, PeerError, Trade, referent
+from ..work import OnThread, PeerError, Work
+from .backend import KINDS, Backend, HostBackend, Kind, Trade, referent
 
 T = TypeVar("T")
 
