@@ -13,7 +13,6 @@ from .failed_ranks import run_each
 from .flat_buffers import as_bytes
 from .progress import BROADCAST
 from .shard_group import ShardGroup
-from .work import Work
 
 _MESSAGE_BYTES = 64 * 2**20  # in one message
 
@@ -45,7 +44,7 @@ class Broadcast:
         if not self._tensors:
             return
         spread = partial(run_each, [partial(_spread, level, self._carried) for level in self._ranks.levels])
-        self._ranks.progress.start(BROADCAST, None, self._carried, Work, spread).wait()
+        self._ranks.progress.run(BROADCAST, spread)
         for tensor, data in zip(self._tensors, self._carried, strict=True):
             if data.data_ptr() != tensor.data_ptr():
                 tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

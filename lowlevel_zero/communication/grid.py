@@ -17,7 +17,6 @@ from .backends.staged import Staged, is_staged
 from .process_groups import await_all, backends_by_device, store_of, timeout_of, union_group
 from .progress import AGREEMENT
 from .shard_group import ShardGroup
-from .work import Work
 
 Ranks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]"
 
@@ -180,7 +179,7 @@ def _meet(*levels: ShardGroup) -> None:
     """Wait in each shard group for all of its ranks, through the store; raise ``TimeoutError`` if one doesn't come."""
     for level in levels:
         come = partial(await_all, store_of(level.group, "grid"), level.slice_ranks, timeout_of(level.group))
-        level.progress.start(AGREEMENT, None, (), Work, come).wait()
+        level.progress.run(AGREEMENT, come)
 
 
 def _pair(group: Any, extra: Any) -> tuple[Any, Any]:

@@ -16,8 +16,6 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from torch import Tensor
-
 from .failed_ranks import SAME_CALLS, LostRank, lost_rank_error
 from .process_groups import GroupContext
 from .work import PeerError, Work
@@ -114,9 +112,7 @@ class Progress:
                 "process group of its own"
             )
 
-    def start(
-        self, kind: str, about: About | None, tensors: Sequence[Tensor], begin: Callable[..., Work[T]], *args: Any
-    ) -> Work[T]:
+    def start(self, kind: str, about: About | None, begin: Callable[..., Work[T]], *args: Any) -> Work[T]:
         """Begin a collective, count it, and return its work, which is waited for by ``wait``. Communicates.
 
         Raises:
@@ -143,6 +139,11 @@ class Progress:
             self.under_way[kind, serial] = work.wait
         work.wait = partial(self.wait, collective, on_device, work.wait)
         return work
+
+    def run(self, kind: str, act: Callable[[], T]) -> T:
+        """Run a collective for which the host waits at once, by ``act``, and return its result. Communicates."""
+        work: Work[T] = self.start(kind, None, Work, act)
+        return work.wait()
 
     def wait(self, collective: Collective, on_device: bool, act: Callable[[], T]) -> T:
         """Wait for a collective by ``act``, and return its result; raise ``LostRank`` if a rank has ended.

@@ -148,7 +148,7 @@ class ShardGroup:
         """
         self.backend.cache_clear()
         self._owns_data = own
-        self.progress.start(AGREEMENT, None, (), Work, partial(self._make_groups, sums_in_fp32)).wait()
+        self.progress.run(AGREEMENT, partial(self._make_groups, sums_in_fp32))
 
     def _make_groups(self, sums_in_fp32: bool) -> None:
         """Make the group of devices' buffers, and on gloo set up shared memory or messages. Communicates."""
@@ -231,7 +231,7 @@ class ShardGroup:
         row = buffer.shape[1]
         self._rows["sum"] += encoded_size(row) if fp8 else row * buffer.element_size()
         backend = self.backend(buffer.device, fp8)
-        return self.progress.start(REDUCTION, about, (buffer,), backend.reduce_scatter, buffer)
+        return self.progress.start(REDUCTION, about, backend.reduce_scatter, buffer)
 
     def all_reduce(self, buffer: Tensor, fp8: bool = False, about: About | None = None) -> Work[Tensor]:
         """Start summing ``buffer`` over the ranks; the result has its shape, and may be ``buffer``. Communicates."""
@@ -240,12 +240,12 @@ class ShardGroup:
         self._rows["sum"] += nbytes
         self._rows["spread"] += nbytes
         backend = self.backend(buffer.device, fp8)
-        return self.progress.start(REDUCTION, about, (buffer,), backend.all_reduce, buffer)
+        return self.progress.start(REDUCTION, about, backend.all_reduce, buffer)
 
     def reduce(self, buffer: Tensor, owner: int, about: About | None = None) -> Work[Tensor]:
         """Start reducing ``buffer`` to ``owner``, which gets the sum, 1-D; others get an empty tensor. Communicates."""
         self._rows["sum"] += -(-buffer.nbytes // self.size)
-        return self.progress.start(REDUCTION, about, (buffer,), self.backend(buffer.device).reduce, buffer, owner)
+        return self.progress.start(REDUCTION, about, self.backend(buffer.device).reduce, buffer, owner)
 
     def broadcast_from(
         self, owner: int, own: Sequence[Tensor], whole: Sequence[Tensor], about: About | None = None
@@ -257,7 +257,7 @@ class ShardGroup:
         """
         self._rows["gather"] += -(-sum(each.nbytes for each in whole) // self.size)
         backend = self.backend(whole[0].device)
-        return self.progress.start(GATHER, about, whole, backend.broadcast_from, owner, own, whole)
+        return self.progress.start(GATHER, about, backend.broadcast_from, owner, own, whole)
 
     def all_gather(self, buffer: Tensor) -> Work[Tensor]:
         """Start filling ``buffer``, ``[size, row]``, in place, with every rank's own row of it. Communicates."""
@@ -280,7 +280,7 @@ class ShardGroup:
         row = alignment.padded(numel) if len(own) > 1 else numel
         self._rows["gather"] += encoded_size(row) if fp8 else row * rows[0].element_size()
         backend = self.backend(rows[0].device, fp8)
-        return self.progress.start(GATHER, about, rows, backend.gather, own, rows, row)
+        return self.progress.start(GATHER, about, backend.gather, own, rows, row)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes of buffers that this rank has sent so far, for "reduce" and "gather". Doesn't communicate.
@@ -295,15 +295,13 @@ class ShardGroup:
 
     def sum_scalar(self, value: Tensor) -> Work[Tensor]:
         """Start summing ``value``, 0-d or a few numbers, over the slices; no device is waited for. Communicates."""
-        return self.progress.start(NORM, None, (value,), self.backend(value.device).sum, value)
+        return self.progress.start(NORM, None, self.backend(value.device).sum, value)
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise maximum of every rank's ``values``, by the backend of agreements. Communicates."""
         few = torch.tensor(values, dtype=torch.int64, device="cpu")
-        most: Work[Tensor] = self.progress.start(
-            AGREEMENT, None, (few,), Work, lambda: self._agreements().maximum(few, Kind.AGREEMENT).wait()
-        )
-        agreed: list[int] = most.wait().tolist()
+        most = self.progress.run(AGREEMENT, lambda: self._agreements().maximum(few, Kind.AGREEMENT).wait())
+        agreed: list[int] = most.tolist()
         return agreed
 
     def start_all_reduce_max(self, values: Tensor) -> Work[Tensor]:
@@ -312,7 +310,7 @@ class ShardGroup:
         All ranks make these calls in the same order among their syncs, but not among calls of ``all_reduce_max``. Its
         ``ready`` tells when it is over.
         """
-        return self.progress.start(MESSAGE, None, (values,), self.host_backend.maximum, values, Kind.PRESENCE_MAP)
+        return self.progress.start(MESSAGE, None, self.host_backend.maximum, values, Kind.PRESENCE_MAP)
 
     def from_rank_zero(self, values: Sequence[int]) -> list[int]:
         """Return rank 0's ``values``; every rank passes as many. Communicates."""
@@ -323,10 +321,7 @@ class ShardGroup:
         """Return every rank's ``mine`` in rank order, pickled on the way. Communicates."""
         if not self.has_others:
             return [mine] * self.ranks
-        gather: Work[list[T]] = self.progress.start(
-            AGREEMENT, None, (), Work, lambda: self._agreements().all_gather_object(mine)
-        )
-        return gather.wait()
+        return self.progress.run(AGREEMENT, lambda: self._agreements().all_gather_object(mine))
 
     # ---- waiting for ranks that may not come ----
 

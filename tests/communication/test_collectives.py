@@ -172,7 +172,7 @@ def test_a_reduction_that_fails_to_start_is_not_counted(rank: int) -> None:
     group, counts = ShardGroup(), []
     for buffer in (torch.zeros(1, 2), None):
         with pytest.raises(RuntimeError) if buffer is None else nullcontext():
-            group.progress.start(REDUCTION, None, (), partial(_start, buffer))
+            group.progress.start(REDUCTION, None, partial(_start, buffer))
         counts.append((group.progress.begun[REDUCTION], group.context.begun))
     assert counts == [(1, 1)] * 2
 

@@ -176,8 +176,8 @@ def test_a_rank_that_waits_elsewhere_is_said_to(rank: int, reports: Reports) -> 
     """Rank 1 is a step ahead: both wait, in different places, and each knows where the other is."""
     told, group, mine = Told(reports), ShardGroup(), (REDUCTION, NORM)[rank]
     watch(group, TIMEOUT)
-    group.progress.start(mine, None, (), Work, lambda: None)
-    group.progress.start(mine, None, (), Work, lambda: reports.wait_for(2)).wait()
+    group.progress.start(mine, None, Work, lambda: None)
+    group.progress.start(mine, None, Work, lambda: reports.wait_for(2)).wait()
     (line,) = told.lines
     assert f"rank {1 - rank} (waits for the {('sum of the norm', 'reduction')[rank]} 1 (step 1" in line
 
@@ -254,7 +254,7 @@ def on_a_device() -> Work[None]:
 def give(group: ShardGroup, names: str) -> None:
     """Begin reductions, one a name, whose sums the device is to wait for."""
     for name in names:
-        group.progress.start(REDUCTION, About([Parameter(name)]), (), on_a_device).wait()
+        group.progress.start(REDUCTION, About([Parameter(name)]), on_a_device).wait()
 
 
 class Parameter(NamedTuple):
