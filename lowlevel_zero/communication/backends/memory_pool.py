@@ -99,17 +99,14 @@ class Memory:
         """
         nbytes = block_bytes(numel * dtype.itemsize)
         with self._lock:
-            for block in self._blocks:
-                if block.nbytes == nbytes and block.resident and not block.readers:
-                    break
-            else:
-                block = self._best(nbytes)
+            ready = (each for each in self._blocks if each.nbytes == nbytes and each.resident and not each.readers)
+            block = next(ready, None) or self._best(nbytes)
             block.readers.update(self._everybody)
         tensor = torch.frombuffer(self._own.map, dtype=dtype, count=max(numel, 1), offset=block.offset)
         return block, tensor if numel else tensor[:0]
 
     def _best(self, nbytes: int) -> Block:
-        """Return a free block (allocated ones first, then the smallest), or a new one; it isn't taken yet."""
+        """Return a free block (allocated ones first, then the smallest), or a new one, with its memory allocated."""
         self.pipe.collect()  # peers may have finished with one of just that size
         fitting = [
             block
@@ -118,7 +115,11 @@ class Memory:
         ]
         best = max(fitting, key=lambda block: (block.resident, -block.nbytes)) if fitting else self._new(nbytes)
         if not best.resident:
-            self._populate(best)
+            try:
+                self._own.populate(best.offset, best.nbytes)  # a write to a missing page would kill the process
+            except OSError as error:
+                raise NoSharedMemory(best.nbytes, str(error)) from error
+            best.resident = True
         return best
 
     def trim(self, keep: int = 0) -> None:
@@ -151,14 +152,6 @@ class Memory:
         self._blocks.append(block)
         self._top += nbytes
         return block
-
-    def _populate(self, block: Block) -> None:
-        """Allocate a block's memory, or raise ``NoSharedMemory``: writing to a missing page would kill the process."""
-        try:
-            self._own.populate(block.offset, block.nbytes)
-        except OSError as error:
-            raise NoSharedMemory(block.nbytes, str(error)) from error
-        block.resident = True
 
 
 def block_bytes(nbytes: int) -> int:
