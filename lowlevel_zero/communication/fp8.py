@@ -22,7 +22,7 @@ from torch import Tensor
 from .backends.backend import Backend, HostBackend
 from .backends.native import Native
 from .flat_buffers import lay_end_to_end, sum_rows_in_fp32, unpack
-from .work import Chain, Work
+from .work import Work
 
 BLOCK = 256
 
@@ -79,11 +79,10 @@ def is_rounded(exact: Tensor, rounded: Tensor) -> Tensor:
 class Fp8(Backend):
     """A backend that encodes buffers in fp8, sends their bytes by another one, ``way``, and sums in fp32."""
 
-    def __init__(self, way: Native | HostBackend, chain: Chain) -> None:
+    def __init__(self, way: Native | HostBackend) -> None:
         super().__init__(way.rank, way.size)
         self._way = way
-        self.chain = chain
-        self.in_flight = way.in_flight
+        self.chain, self.in_flight = way.chain, way.in_flight
 
     def reduce_scatter(self, buffer: Tensor, into: Tensor | None = None) -> Work[Tensor]:
         """Start exchanging rows in fp8; the result is their sum in fp32, cast to ``buffer``'s dtype. Communicates."""

@@ -114,7 +114,7 @@ class HybridGroup(ShardGroup):
         staged = self.on_gloo(device) and is_staged(device)
         carrying = _HOST if staged else device
         outer, inner = self._outer.backend(carrying, fp8), self._inner.backend(carrying, fp8)
-        hybrid = Hybrid(outer, inner, self._chain(carrying))
+        hybrid = Hybrid(outer, inner, self._direct(carrying).chain)
         return Staged(hybrid) if staged else hybrid
 
     def describe_backend(self, device: torch.device) -> str | None:

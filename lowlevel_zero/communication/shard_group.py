@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..partition import END_TO_END, Alignment
-from ..streams import streams_of
 from .backends.backend import DEVICE_BUCKET, Alone, Backend, HostBackend, Kind
 from .backends.memory_pool import Memory, open_pool
 from .backends.native import Native
@@ -41,7 +40,7 @@ from .process_groups import (
 )
 from .progress import AGREEMENT, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
 from .runtime import Threads, Worker, runtime
-from .work import Chain, OnStream, Work
+from .work import Work
 
 SWITCH = "LOWLEVEL_ZERO_SHARED_MEMORY"
 
@@ -100,7 +99,6 @@ class ShardGroup:
         self.progress = Progress(self.context)
         self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # a bound method would make a reference cycle
-        self._on_stream: OnStream | None = None
         self._rows = {"sum": 0, "spread": 0, "gather": 0}  # bytes of those of buffers: "spread" are all-reduces' sums
         self._owns_data = False  # devices' tensors have a group of their own
         self._native: HostBackend | Native = Alone(0, 1) if self.size == 1 else Native(group)
@@ -190,17 +188,13 @@ class ShardGroup:
         return self.has_others and self._backends.get(device.type) == "gloo"
 
     def _choose(self, device: torch.device, fp8: bool = False) -> Backend:
-        direct = self.host_backend if self.on_gloo(device) else self._native
-        way = Fp8(direct, self._chain(device)) if fp8 and self.size > 1 else direct
+        direct = self._direct(device)
+        way = Fp8(direct) if fp8 and self.size > 1 else direct
         return Staged(way) if self.on_gloo(device) and is_staged(device) else way
 
-    def _chain(self, device: torch.device) -> Chain:
-        """Return the chain that starts second collectives on ``device``."""
-        if self.on_gloo(device):
-            return self.host_backend.chain
-        if self._on_stream is None:
-            self._on_stream = OnStream(streams_of([device]))
-        return self._on_stream
+    def _direct(self, device: torch.device) -> HostBackend | Native:
+        """Return the backend that carries ``device``'s buffers as they are, or from the host's memory."""
+        return self.host_backend if self.on_gloo(device) else self._native
 
     def describe_backend(self, device: torch.device) -> str | None:
         """Return how buffers of ``device`` travel in a gloo group, as text; None by other backends or alone."""

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from threading import get_ident
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ..streams import Streams
+from ..streams import streams_of
 from .runtime import Threads, carry_out, runtime
 
 S = TypeVar("S")
@@ -60,14 +60,14 @@ class PeerError(TransportError):
 
 
 class OnStream:
-    """A chain that starts second collectives at once, on a side stream that waits for the first."""
+    """A chain that starts second collectives at once, on a side stream of the device, which waits for the first."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self) -> None:
+        self._streams = cache(lambda device: streams_of([device]))
 
     def after(self, first: Work[S], start: Callable[[S], Work[T]], instead: Callable[[], S]) -> Work[T]:
         """Start the second collective now, on the side stream, which waits for the first; the host doesn't wait."""
-        with self._streams.beside():
+        with self._streams(first.tensors[0].device).beside():
             second = _started(first, start, instead)
         return Work(second.wait, second.ready, (*first.tensors, *second.tensors))
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowlevel_zero import Communication
+from lowlevel_zero.communication import work
 from lowlevel_zero.communication.runtime import Threads
 from lowlevel_zero.communication.work import OnDemand, OnStream, OnThread, Work
 from lowlevel_zero.deepspeed import accessors
@@ -185,7 +186,7 @@ def test_through_shared_memory_whoever_asks_starts_all_that_are_due() -> None:
     assert pending[2].wait() == 20
 
 
-def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
+def test_on_a_device_a_stream_waits_and_the_host_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
     class Recording(Streams):
@@ -206,7 +207,8 @@ def test_on_a_device_a_stream_waits_and_the_host_does_not() -> None:
         log.append("start second")
         return noting("second")
 
-    pending = OnStream(Recording()).after(noting("first"), start, str)
+    monkeypatch.setattr(work, "streams_of", lambda _: Recording())
+    pending = OnStream().after(noting("first"), start, str)
     assert log == ["beside", "wait first", "start second", "back"]
     assert len(pending.tensors) == 2
     assert pending.wait() == "second"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..flat_buffers import sum_rows_in_fp32
-from ..work import Work
+from ..work import OnStream, Work
 from .backend import BufferBackend, referent
 
 # torch 2.13 renames the two and warns on the old names.
@@ -33,6 +33,7 @@ class Native(BufferBackend):
 
     def __init__(self, group: dist.ProcessGroup, sums_in_fp32: bool = False) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.chain = OnStream()
         self._ref = ref(group)
         self._sums_in_fp32 = sums_in_fp32
         self._host_waits = any(os.environ.get(name, "") not in ("", "0") for name in _BLOCKING_WAIT)
