@@ -287,7 +287,7 @@ class _Owner(NamedTuple):
 
 
 def _owners(optimizers: Mapping[Name, LowLevelZeroOptimizer]) -> dict[Tensor, _Owner]:
-    """Map each parameter to the optimizer that trains it (raises if two do), or to one that has it in a group."""
+    """Return the optimizer that trains each parameter, or else one that has it in a group; raise if two train it."""
     found: dict[Tensor, _Owner] = {}
     for name, optimizer in optimizers.items():
         store = optimizer.sharded_parameters

@@ -43,7 +43,7 @@ def has_written(optimizers: Iterable[LowLevelZeroOptimizer]) -> bool:
 def check_arguments(
     model: object, optimizer: Any, scheduler: Any, rank_state: object
 ) -> tuple[dict[Name, LowLevelZeroOptimizer], dict[Name, Stateful | None]]:
-    """Check what a save or a load is given, and return its optimizers and schedulers by name; raise for a mistake."""
+    """Check the arguments of a save or a load, and return the optimizers and the schedulers by name."""
     optimizers = _optimizers(model, optimizer)
     if not (rank_state is None or isinstance(rank_state, dict)):
         raise TypeError(

@@ -193,7 +193,7 @@ class ShardGroup:
         return Staged(way) if self.on_gloo(device) and is_staged(device) else way
 
     def _direct(self, device: torch.device) -> HostBackend | Native:
-        """Return the backend that carries ``device``'s buffers as they are, or from the host's memory."""
+        """Return the backend that carries the buffers of ``device`` without rounding them to fp8."""
         return self.host_backend if self.on_gloo(device) else self._native
 
     def describe_backend(self, device: torch.device) -> str | None:

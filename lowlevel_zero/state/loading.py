@@ -109,7 +109,7 @@ def load_slices(
 
 
 def _placed(saved: Any, held: Any) -> Any:
-    """Return saved settings with tensors on the devices of those that are held: a checkpoint has all on the host."""
+    """Return ``saved`` settings with each tensor on the device of the setting in ``held`` that it replaces."""
     if isinstance(saved, Tensor) and isinstance(held, Tensor):
         return saved.to(held.device)
     if type(saved) is type(held) is dict:
