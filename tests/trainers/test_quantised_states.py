@@ -438,6 +438,10 @@ def test_whole_parameters_have_the_states_of_one_process_and_go_on_at_another_nu
     """Parameters that are too small for 8 bits, too: a slice of a larger one would be as small."""
 
     def work(rank: int, world_size: int, name: str, steps: range) -> list[Tensor]:
+        with manager():  # it keeps overrides by id, which the parameters of a later run may reuse
+            return trained(world_size, name, steps)
+
+    def trained(world_size: int, name: str, steps: range) -> list[Tensor]:
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(size)) for size in SIZES]
         path, model, optimizer = tmp_path / name, nn.ParameterList(params), WHOLE[name](params)
