@@ -18,6 +18,7 @@ from tests.simulation.judge_errors import judge_raised, judge_told
 from tests.simulation.log import Log
 from tests.simulation.net import Batches
 from tests.simulation.outcome import Outcome, SimulationEnded
+from tests.simulation.probes import kept_answers
 from tests.simulation.program import Program
 from tests.simulation.rank import play, training_group
 from tests.simulation.world import simulate
@@ -151,7 +152,8 @@ def _played(program: Program, batches: Batches, count: bool) -> Outcome[Log]:
             return Log()
         return play(program, rank - first, batches, folder)
 
-    with quiet(), _folder(program) as folder:
+    counts = count or (fault is not None and fault.kind == "raise")
+    with quiet(), _folder(program) as folder, nullcontext() if counts else kept_answers():
         placed = fault and replace(fault, rank=fault.rank + first)
         outcome = simulate(job, first + program.ranks, program.schedule, program.carrier, placed, count=count)
     return outcome.without_first(first)
