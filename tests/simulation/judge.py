@@ -409,8 +409,8 @@ class Judge:
                     must.append(r"p\.grad to be set to None")
         elif part.settings_differ() or part.written_apart():
             may = name != "zero_grad"
-            if name == "verify" and part.written_apart(seen=True):
-                must.append(_names(part.written_apart(seen=True)))
+        if name == "verify" and part.written_unlike():  # it compares values; the others compare writes
+            must.append(_names(part.written_unlike()))
         return Expectation(tuple(must), may and not must)
 
     def _is_bad(self, part: PartReference, but: int | None) -> bool:

@@ -348,12 +348,20 @@ class PartReference:
 
     def written_apart(self, seen: bool = False) -> set[int]:
         """Weights that some ranks have written more often than others; ``seen``: whose values that has changed."""
-        keys = {self.key(at, rank) for rank, written in enumerate(self.written) for at, _ in written}
         most = 1 if assigns_weights(self.program) else MOST_WRITES
         apart = {
-            key for key in keys if len({min(most, len(self._factors(key, rank))) for rank in self.sharers(key)}) > 1
+            key
+            for key in self._written_keys()
+            if len({min(most, len(self._factors(key, rank))) for rank in self.sharers(key)}) > 1
         }
         return {key[0] for key in apart if not seen or self._changes(key)}
+
+    def written_unlike(self) -> set[int]:
+        """Weights that ranks have written to different values, as often as one another or not."""
+        return {key[0] for key in self._written_keys() if self._changes(key)}
+
+    def _written_keys(self) -> set[Key]:
+        return {self.key(at, rank) for rank, written in enumerate(self.written) for at, _ in written}
 
     def is_behind(self, rank: int) -> bool:
         """Whether other ranks have written or repaired weights that this one has yet to, so that its values differ."""

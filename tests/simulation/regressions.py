@@ -297,6 +297,10 @@ REGRESSIONS: dict[str, Program] = {
     "all ranks write a weight, and one of them writes it again": _program(
         [*_both(Call("write weight"), BACKWARD), (None, Call("write weight")), *_both(STEP)]
     ),
+    "all ranks assign a weight, one of them twice, and verify": _program(
+        [(None, Call("write weight", amount=2.0)), *_both(Call("write weight"), Call("verify"), STEP)],
+        schedule=10,
+    ),
     "ranks run layers again in a plain backward before another optimizer": _program(
         [(Call("plain"), Call("plain", drops=1)), *_both(Call("construct"))],
         Part((Weight(), Weight()), ((1,), (0,)), recomputed=True),
