@@ -6,23 +6,32 @@ class's constructor, with the options that the optimizer has recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from numbers import Number
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from .probe_gradients import (
+    RANKS,
+    SIZES,
+    Gradients,
+    first_slice,
+    growing,
+    last_slice,
+    lasting,
+    orthogonal,
+    randn,
+    still,
+)
 from .trials import LARGE, LARGE_LR, refuse_communication, step, undisturbed
 from .twins import LR, NoProbe, kinds_to_try, twin, unlike_settings
-
-# Yields the gradients of one step after the other for the whole parameters that it is given, as they are then.
-Gradients: TypeAlias = Callable[[Sequence[Tensor], torch.Generator], Iterator[list[Tensor]]]
 
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
@@ -30,11 +39,8 @@ _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
 # Parameters whose slices are single numbers, which some classes treat apart, and small ones.
 _SMALL = ((3,), (), (7, 7), (5, 3, 3, 3))
 _TALL_AND_WIDE = ((9, 4), (4, 9))
-_RANKS = 3  # of which the first one's slices are tried, and the last one's of small parameters; they end inside rows
-_SIZES = (0.01, 0.01, 0.01, 1.0, 0.3, 3.0, 1.0, 1.0, 1000.0, 1000.0, 1.0, 1.0)  # of the gradients of each step
-_ALONG = 0.003  # less than the angle at which AdamP begins, for the largest parameter of ``_SHAPES``
 _TOLERANCE = 1e-5  # of the largest movement since the start
-_ROUNDINGS = len(_SIZES)  # of the element: each step rounds it
+_ROUNDINGS = len(SIZES)  # of the element: each step rounds it
 _EARLY = 3  # steps in which all parameters have gradients, after which param groups are compared
 _LACKING = 4  # the step in which some have none
 _HUGE, _IN_STEP = 1e4, 1  # every second gradient of parameters that ranks own is so many times as large in that step
@@ -43,7 +49,7 @@ _LATER = 4  # steps around that one
 _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide a difference
 # Texts about a parameter's shape, and the gap.
 _SLICES_DIFFER = (
-    f"a {{}} parameter and its {_RANKS} flat slices differ by {{:.1e}} of the update in a probe, so its updates depend "
+    f"a {{}} parameter and its {RANKS} flat slices differ by {{:.1e}} of the update in a probe, so its updates depend "
     "on the other elements, on the shape, or on random numbers"
 )
 _OWNED_DIFFER = (
@@ -75,14 +81,14 @@ def probe_elements(
     are among ``dims``. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer`` and random number
     generators stay unchanged.
     """
-    outward, inward = partial(_growing, noise=1.0, inward=-1), partial(_growing, noise=0.1, inward=1)
+    outward, inward = partial(growing, noise=1.0, inward=-1), partial(growing, noise=0.1, inward=1)
     unusual = [(5, *(3,) * (dim - 1)) for dim in dims if dim not in map(len, _SMALL)]
-    small = _Trial((*_SMALL, *_TALL_AND_WIDE, *unusual), _lasting, _last_slice)
+    small = _Trial((*_SMALL, *_TALL_AND_WIDE, *unusual), lasting, last_slice)
     # Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
-    large = [_Trial(_SHAPES, each, _first_slice) for each in (_lasting, _orthogonal, outward, inward)]
+    large = [_Trial(_SHAPES, each, first_slice) for each in (lasting, orthogonal, outward, inward)]
     found = _tried(optimizer, *large, small)
     with suppress(NoProbe):  # by a class without decay, of which nothing moves
-        found = found or _difference(optimizer, small._replace(gradients=_still, lr=LARGE_LR))
+        found = found or _difference(optimizer, small._replace(gradients=still, lr=LARGE_LR))
     # Rules for shapes are found in fp32; in 16 bits more shapes would only tell more roundings.
     return found or _of_dtypes(optimizer, small._replace(shapes=_SMALL), dtypes)
 
@@ -95,7 +101,7 @@ def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collecti
     have no gradient in one step, unless the class can't step so at all. Else as ``probe_elements``.
     """
     shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
-    trial = _Trial([shape for shape in shapes for _ in range(2)], _lasting)
+    trial = _Trial([shape for shape in shapes for _ in range(2)], lasting)
     try:
         found = _difference(optimizer, trial._replace(drops=True))
     except NoProbe:
@@ -172,7 +178,7 @@ class _Comparison:
     def __init__(self, optimizer: Optimizer, trial: _Trial, dtype: torch.dtype = torch.float32) -> None:
         self._trial, self._dtype = trial, dtype
         self._generator, kinds = torch.Generator().manual_seed(0), kinds_to_try(optimizer, trial.lr)
-        self._starts = [(0.02 * _randn(shape, self._generator)).to(dtype) for _ in kinds for shape in trial.shapes]
+        self._starts = [(0.02 * randn(shape, self._generator)).to(dtype) for _ in kinds for shape in trial.shapes]
 
         def part(cut: Callable[[Tensor], Tensor] | None = None) -> _Part:
             values = self._starts if cut is None else map(cut, self._starts)
@@ -221,7 +227,7 @@ class _Comparison:
                 if gap is not None:
                     return (_SLICES_DIFFER if cut else _OWNED_DIFFER).format(tuple(param.shape), gap)
         if any(map(_rested, whole.params, self._starts)):
-            raise NoProbe(f"{len(_SIZES)} of its steps hardly moved small parameters: is its lr 0, or too small?")
+            raise NoProbe(f"{len(SIZES)} of its steps hardly moved small parameters: is its lr 0, or too small?")
         states = _states_apart((*self._parts, whole)) if cut else _states_of_some(whole)
         key = next(filter(None, self._unlike), None)
         setting = f"it sets {key!r} of its param groups, which wouldn't be alike on all ranks" if key else None
@@ -328,72 +334,3 @@ def _is_single(leaf: object) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.numel() <= 1
     return leaf is None or isinstance(leaf, (Number, str, bytes, torch.dtype, torch.device))
-
-
-# ---- slices and gradients ----
-
-
-def _first_slice(tensor: Tensor) -> Tensor:
-    return tensor.flatten()[: -(-tensor.numel() // _RANKS)]
-
-
-def _last_slice(tensor: Tensor) -> Tensor:
-    """Return the flat slice, a view if possible, of the last of ``_RANKS`` ranks that has elements."""
-    size = len(_first_slice(tensor))
-    return tensor.flatten()[(tensor.numel() - 1) // size * size :]
-
-
-def _lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield noisy gradients with a constant direction, so that momenta build up.
-
-    In some steps the first slice has none, as rows of an embedding. A scalar's direction outweighs the noise, or steps
-    of one size could end where they began.
-    """
-    directions = [_randn(weight.shape, generator) for weight in weights]
-    directions = [each + each.sign() if each.dim() == 0 else each for each in directions]
-    for number, size in enumerate(_SIZES):
-        grads = [size * (direction + 0.5 * _randn(direction.shape, generator)) for direction in directions]
-        for grad in grads:
-            if grad.dim():
-                _first_slice(grad).mul_(number % 5 != 3)
-        yield grads
-
-
-def _still(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield gradients of zeros, beside which weight decay is the whole movement, however small it is."""
-    for _ in _SIZES:
-        yield [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
-
-
-def _orthogonal(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
-    """Yield each step's gradients: first random ones, then ones across the weights' rows but for ``_ALONG``.
-
-    AdamP and SGDP remove the part that is parallel to the weights (Heo et al., 2021).
-    """
-    yield [_randn(weight.shape, generator) for weight in weights]
-    for _ in _SIZES[1:]:
-        grads = []
-        for weight in weights:
-            rows, noise = weight.detach().flatten(1), _randn(weight.shape, generator).flatten(1)
-            unit = torch.nn.functional.normalize(rows)
-            across = noise - (noise * unit).sum(1, keepdim=True) * unit
-            grads.append((across + _ALONG * unit * across.norm(dim=1, keepdim=True)).view(weight.shape))
-        yield grads
-
-
-def _growing(
-    weights: Sequence[Tensor], generator: torch.Generator, noise: float, inward: int
-) -> Iterator[list[Tensor]]:
-    """Yield gradients that grow, and lead the weights towards zero, or away from it with ``inward`` -1.
-
-    Some step sizes follow the fall or the growth of norms. Gradients rise along the elements, so slices move by other
-    shares of their norms than the whole does.
-    """
-    ramps = [torch.linspace(0.1, 1, w.numel(), dtype=torch.float32, device="cpu").view(w.shape) for w in weights]
-    for number in range(len(_SIZES)):
-        units = [(ramp, weight.detach() / weight.detach().std()) for ramp, weight in zip(ramps, weights, strict=True)]
-        yield [2**number * ramp * (noise * _randn(unit.shape, generator) + inward * unit) for ramp, unit in units]
-
-
-def _randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
