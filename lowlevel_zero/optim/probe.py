@@ -31,7 +31,7 @@ from .probe_gradients import (
     still,
 )
 from .trials import LARGE, LARGE_LR, refuse_communication, step, undisturbed
-from .twins import LR, NoProbe, kinds_to_try, twin, unlike_settings
+from .twins import LR, Kind, NoProbe, kinds_to_try, twin, unlike_settings
 
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
 # of which its blocks of elements take all, while its slices end inside a block.
@@ -61,28 +61,29 @@ _OWNED_DIFFER = (
 class _Trial(NamedTuple):
     """Parameters that fresh optimizers step, and the parts of them that others step, which must come out the same.
 
-    There are as many parameters of each kind. With ``drops`` every second one has no gradient in one step. The kinds'
-    learning rate is ``lr``.
+    With ``drops`` every second one has no gradient in one step. The kinds are those of ``of``, and their learning rate
+    is ``lr``.
     """
 
-    shapes: Sequence[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]] | Callable[[Kind], Sequence[tuple[int, ...]]]  # of each kind
     gradients: Gradients
     cut: Callable[[Tensor], Tensor] | None = None  # returns the slice of a tensor; None: two ranks own parameters
     drops: bool = False
     lr: float = LR
+    of: Collection[Tensor] = ()
 
 
 def probe_elements(
-    optimizer: Optimizer, dims: Collection[int] = (), dtypes: Collection[torch.dtype] = ()
+    optimizer: Optimizer, parameters: Collection[Tensor] = (), dtypes: Collection[torch.dtype] = ()
 ) -> str | None:
     """Return a text if slices step unlike whole parameters, in fp32 or ``dtypes``, or can't be tried, else None.
 
-    If it can't be tried, the result says why. Parameters of other numbers of dimensions than usual are tried if they
-    are among ``dims``. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer`` and random number
-    generators stay unchanged.
+    If it can't be tried, the result says why. Other numbers of dimensions than usual are tried if ``parameters`` have
+    them. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer`` and random number generators stay
+    unchanged.
     """
     outward, inward = partial(growing, noise=1.0, inward=-1), partial(growing, noise=0.1, inward=1)
-    unusual = [(5, *(3,) * (dim - 1)) for dim in dims if dim not in map(len, _SMALL)]
+    unusual = [(5, *(3,) * (dim - 1)) for dim in _dims_of(parameters) if dim not in map(len, _SMALL)]
     small = _Trial((*_SMALL, *_TALL_AND_WIDE, *unusual), lasting, last_slice)
     # Each sequence starts anew: some classes look at a gradient's angle to the weights, or whether both grow.
     large = [_Trial(_SHAPES, each, first_slice) for each in (lasting, orthogonal, outward, inward)]
@@ -93,20 +94,32 @@ def probe_elements(
     return found or _of_dtypes(optimizer, small._replace(shapes=_SMALL), dtypes)
 
 
-def probe_parameters(optimizer: Optimizer, dims: Sequence[int], dtypes: Collection[torch.dtype] = ()) -> str | None:
+def probe_parameters(
+    optimizer: Optimizer, parameters: Collection[Tensor], dtypes: Collection[torch.dtype] = ()
+) -> str | None:
     """Step parameters apart, as two owners would, and together; return a text about a difference, or None if equal.
 
     Each rank steps the parameters that it owns, with nothing in the place of the others. There are two shapes of each
-    of these numbers of dimensions, and each rank has a parameter of either: some classes join those of one shape. Some
-    have no gradient in one step, unless the class can't step so at all. Else as ``probe_elements``.
+    number of dimensions that ``parameters`` of a kind have, and each rank has a parameter of either: some classes join
+    those of one shape. Some have no gradient in one step, unless the class can't step so at all. Else as
+    ``probe_elements``.
     """
-    shapes = [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim])]
-    trial = _Trial([shape for shape in shapes for _ in range(2)], lasting)
+
+    def shapes(kind: Kind) -> list[tuple[int, ...]]:  # some classes can't step other dimensions of a kind
+        dims = sorted({*map(len, kind.shapes)}) or _dims_of(parameters)
+        return [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim]) for _ in range(2)]
+
+    trial = _Trial(shapes, lasting, of=parameters)
     try:
         found = _difference(optimizer, trial._replace(drops=True))
     except NoProbe:
         found = _tried(optimizer, trial)
     return found or _of_dtypes(optimizer, trial, dtypes)
+
+
+def _dims_of(parameters: Collection[Tensor]) -> list[int]:
+    """Return the numbers of dimensions that ``parameters`` have."""
+    return sorted({p.dim() for p in parameters})
 
 
 def _difference(optimizer: Optimizer, *trials: _Trial) -> str | None:
@@ -177,13 +190,14 @@ class _Comparison:
 
     def __init__(self, optimizer: Optimizer, trial: _Trial, dtype: torch.dtype = torch.float32) -> None:
         self._trial, self._dtype = trial, dtype
-        self._generator, kinds = torch.Generator().manual_seed(0), kinds_to_try(optimizer, trial.lr)
-        self._starts = [(0.02 * randn(shape, self._generator)).to(dtype) for _ in kinds for shape in trial.shapes]
+        self._generator, kinds = torch.Generator().manual_seed(0), kinds_to_try(optimizer, trial.lr, trial.of)
+        shapes = [trial.shapes(kind) if callable(trial.shapes) else trial.shapes for kind in kinds]
+        self._starts = [(0.02 * randn(shape, self._generator)).to(dtype) for own in shapes for shape in own]
 
         def part(cut: Callable[[Tensor], Tensor] | None = None) -> _Part:
             values = self._starts if cut is None else map(cut, self._starts)
             params: list[Tensor] = [torch.nn.Parameter(value.clone()) for value in values]
-            return _Part(twin(optimizer, kinds, params, self._starts), params, cut=cut)
+            return _Part(twin(optimizer, kinds, params, [*map(len, shapes)], self._starts), params, cut=cut)
 
         self._whole = part()
         self._parts = [part(trial.cut)] if trial.cut else [_owned(part(), rank) for rank in range(2)]

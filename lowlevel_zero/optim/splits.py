@@ -132,8 +132,8 @@ def choose_splits(
     A group's own key ``"split"`` comes first, then what is ``chosen`` for all, then what is known of the class or shown
     by a probe, in which others of the class step small fresh parameters. ``optimizer`` and random number generators
     stay as they are. (What a class counts for all of its instances goes on.) All ranks get the same answer.
-    ``parameters`` have the numbers of dimensions that are to be stepped: by default they are the groups'. ``dtypes``
-    are the 16-bit ones that are to be stepped.
+    ``parameters`` are those that are to be stepped: by default the groups'. ``dtypes`` are the 16-bit ones that are to
+    be stepped.
 
     Raises:
         TypeError: ``optimizer`` treats neither elements nor parameters independently, or could not be tried. The
@@ -154,7 +154,7 @@ def choose_splits(
         raise TypeError(f"{full_name(optimizer)} cannot be sharded: {listed.reason}. Use {listed.remedy}.")
     if parameters is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found = _found(optimizer, listed, sorted({p.dim() for p in parameters}), dtypes) if None in asked else ""
+    found = _found(optimizer, listed, parameters, dtypes) if None in asked else ""
     return [split or found for split in asked]
 
 
@@ -173,15 +173,17 @@ def may_write_unused(optimizer: Optimizer) -> bool:
     return not skips and writes_without_gradients(optimizer)
 
 
-def _found(optimizer: Optimizer, listed: _Listed | None, dims: Sequence[int], dtypes: Collection[torch.dtype]) -> str:
+def _found(
+    optimizer: Optimizer, listed: _Listed | None, parameters: Sequence[Tensor], dtypes: Collection[torch.dtype]
+) -> str:
     """Return the split that an optimizer's class needs, by name or by probes; raise ``TypeError`` if neither fits."""
     if is_elementwise(optimizer):
         return BY_ELEMENTS
-    by_elements = listed.reason if listed else probe_elements(optimizer, dims, dtypes)
+    by_elements = listed.reason if listed else probe_elements(optimizer, parameters, dtypes)
     if by_elements is None:
         return BY_ELEMENTS
     refused = listed is not None and not listed.by_parameters
-    by_parameters = by_elements if refused else probe_parameters(optimizer, dims, dtypes)
+    by_parameters = by_elements if refused else probe_parameters(optimizer, parameters, dtypes)
     if by_parameters is None:
         return BY_PARAMETERS
     both = by_elements if refused else f"{by_elements}; and of whole parameters that ranks own, {by_parameters}"

@@ -133,7 +133,7 @@ def writes_without_gradients(optimizer: Optimizer) -> bool:
         torch.default_generator.manual_seed(0)  # the host's alone: torch.manual_seed seeds those of devices, too
         kinds = kinds_to_try(optimizer, LARGE_LR)
         params: list[Tensor] = [torch.nn.Parameter(torch.randn(LARGE[:2], device="cpu")) for _ in range(3 * len(kinds))]
-        other = twin(optimizer, kinds, params)
+        other = twin(optimizer, kinds, params, [3] * len(kinds))
         steps_with_gradients = (_USED + _UNUSED, _USED, 0) * len(kinds)
         before = {p: (p.detach().clone(), p._version) for p in params[2::3]}
         for number in range(_USED + _UNUSED):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,10 +30,14 @@ class NoProbe(Exception):
 
 
 class Kind(NamedTuple):
-    """The options of a param group, and the plain attributes of a parameter in it."""
+    """The options of a param group, and the plain attributes of a parameter in it.
+
+    ``shapes`` are those of all parameters of the kind that are to be stepped.
+    """
 
     options: Options
     attributes: Options
+    shapes: frozenset[tuple[int, ...]] = frozenset()
 
 
 # ---- another optimizer of the class ----
@@ -76,17 +81,20 @@ def with_one_each(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
 
 
 def twin(
-    optimizer: Optimizer, kinds: Sequence[Kind], params: Sequence[Tensor], whole: Sequence[Tensor] | None = None
+    optimizer: Optimizer,
+    kinds: Sequence[Kind],
+    params: Sequence[Tensor],
+    counts: Sequence[int],
+    whole: Sequence[Tensor] | None = None,
 ) -> Optimizer:
-    """Return a fresh optimizer over ``params``, of which equal shares get each kind's options and attributes.
+    """Return a fresh optimizer over ``params``, of which as many as ``counts`` tells are of each kind, in their order.
 
     Attributes of a parameter's shape are those of ``whole``, of which ``params`` may be slices; None: of ``params``.
     """
-    count = len(params) // len(kinds)
-    for at, (p, of) in enumerate(zip(params, whole or params, strict=True)):
-        attributes = kinds[at // count].attributes.items()
-        vars(p).update({name: _shaped(each, of) for name, each in attributes})
-    groups = [params[first : first + count] for first in range(0, len(params), count)]
+    kind_of = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+    for p, of, kind in zip(params, whole or params, kind_of, strict=True):
+        vars(p).update({name: _shaped(each, of) for name, each in kind.attributes.items()})
+    groups = [params[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
     return fresh(optimizer, [own_options(kind.options) for kind in kinds], groups)
 
 
@@ -219,13 +227,14 @@ def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
 # ---- kinds of parameters ----
 
 
-def kinds_to_try(optimizer: Optimizer, lr: float = LR) -> list[Kind]:
+def kinds_to_try(optimizer: Optimizer, lr: float = LR, parameters: Collection[Tensor] = ()) -> list[Kind]:
     """Return examples of each kind of parameters; parameters that differ only in numbers or names are of one kind.
 
     Attributes that have few texts tell kinds, too: they are roles, not names. A kind's examples are the first, and
     those with the least and the largest of each number that differs: a threshold may bind for some alone. Their
-    learning rate is ``lr``.
+    learning rate is ``lr``, and their shapes are those of their kind among ``parameters``.
     """
+    wanted = set(parameters)
     kinds: dict[tuple[str, str], list[Kind]] = {}
     roles = _roles([_attributes(p) for group in optimizer.param_groups for p in group["params"]])
     for group in optimizer.param_groups:
@@ -234,21 +243,27 @@ def kinds_to_try(optimizer: Optimizer, lr: float = LR) -> list[Kind]:
             options["lr"] = 0 * options["lr"] + lr  # a tensor, where it is one
         kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in options.items()}
         told = repr(sorted(kind.items()))
-        for attributes in [*map(_attributes, group["params"])] or [{}]:
+        for p in group["params"] or [torch.empty(0, device="cpu")]:
+            attributes, shapes = _attributes(p), {tuple(p.shape)} if p in wanted else ()
             marks = sorted((name, _mark(value, name in roles)) for name, value in attributes.items())
-            kinds.setdefault((told, repr(marks)), []).append(Kind(options, attributes))
+            kinds.setdefault((told, repr(marks)), []).append(Kind(options, attributes, frozenset(shapes)))
     return [example for alike in kinds.values() for example in _examples(alike)]
 
 
 def _examples(alike: Sequence[Kind]) -> list[Kind]:
-    """Return the first of the kinds ``alike``, and those with the least and the largest value of each number."""
+    """Return the first of the kinds ``alike``, and those with the least and the largest value of each number.
+
+    They get the shapes of all.
+    """
     chosen = {0}
-    for at, of in enumerate(alike[0]):
+    told = [(each.options, each.attributes) for each in alike]
+    for at, of in enumerate(told[0]):
         for name in of:
-            values = [each[at][name] for each in alike]
+            values = [each[at][name] for each in told]
             numbers = [value for value in values if type(value) in (int, float)]
             chosen |= {values.index(extreme) for extreme in (min(numbers), max(numbers))} if numbers else set()
-    return [alike[number] for number in sorted(chosen)]
+    shapes = frozenset().union(*(each.shapes for each in alike))
+    return [alike[number]._replace(shapes=shapes) for number in sorted(chosen)]
 
 
 def _roles(attributes: Sequence[Options]) -> set[str]:

@@ -201,6 +201,37 @@ def clipping_the_last(model: nn.Module) -> Optimizer:
     return ClippingEach([{"params": others, "clip": 1e9}, {"params": [last], "clip": 0.01}])
 
 
+class OfTwoKinds(Optimizer):
+    """Orthogonalises matrices, and steps others by signs; each kind of groups has its own keys, as in Jordan's file."""
+
+    def __init__(self, param_groups: Any) -> None:
+        for group in param_groups:
+            assert {*group} == {"params", "lr", "matrices", "momentum" if group["matrices"] else "decay"}
+        super().__init__(param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                if group["matrices"]:
+                    rows, columns = p.shape
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p)).mul_(group["momentum"]).add_(p.grad)
+                    left, _, right = torch.linalg.svd(mean, full_matrices=False)
+                    p.sub_(group["lr"] * max(1, rows / columns) ** 0.5 * left @ right)
+                else:
+                    p.mul_(1 - group["decay"]).sub_(group["lr"] * p.grad.sign())
+
+
+def of_two_kinds(model: nn.Module) -> Optimizer:
+    matrices = [model.up.weight, model.down.weight]
+    others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+    groups = [
+        {"params": others, "matrices": False, "decay": 0.1},
+        {"params": matrices, "matrices": True, "momentum": 0.9},
+    ]
+    return OfTwoKinds([{**group, "lr": 0.02} for group in groups])
+
+
 def over_names(model: nn.Module) -> Optimizer:
     model.embedding.weight.requires_grad_(False)
     names, params = zip(*model.named_parameters(), strict=True)
@@ -221,6 +252,7 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
         "parameters",
         6,
     ),
+    "groups of two kinds, one of matrices alone": (of_two_kinds, "parameters", 6),
     "attributes of parameters": (by_attributes, "elements", 6),
     "attributes of parameters, by norms": (partial(by_attributes, normalise=True), "parameters", 6),
 }
