@@ -7,7 +7,7 @@ class's constructor, with the options that the optimizer has recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
 from numbers import Number
@@ -30,7 +30,7 @@ from .probe_gradients import (
     randn,
     still,
 )
-from .trials import LARGE, LARGE_LR, refuse_communication, step, undisturbed
+from .trials import LARGE, LARGE_LR, Alone, step, undisturbed
 from .twins import LR, Kind, NoProbe, kinds_to_try, twin, unlike_settings
 
 # A matrix; a convolution's kernel, which some classes treat apart; and a matrix that is large enough to be quantised,
@@ -125,7 +125,6 @@ def _dims_of(parameters: Collection[Tensor]) -> list[int]:
 def _difference(optimizer: Optimizer, *trials: _Trial) -> str | None:
     """Return the first difference that trials of the optimizer find, or None; raise ``NoProbe`` if they can't run."""
     with undisturbed():
-        refuse_communication(optimizer)
         return next(filter(None, (_Comparison(optimizer, each).difference() for each in trials)), None)
 
 
@@ -226,8 +225,9 @@ class _Comparison:
             if number == _IN_STEP and drops:
                 each = [grad * _HUGE if at % 2 else grad for at, grad in enumerate(each)]
             grads = [None if lacking and at % 2 else grad.to(self._dtype) for at, grad in enumerate(each)]
-            for part in (self._whole, *self._parts):
-                step(part.optimizer, part.params, part.of(grads))
+            with nullcontext() if self._unlike else Alone():  # type: ignore[no-untyped-call]
+                for part in (self._whole, *self._parts):
+                    step(part.optimizer, part.params, part.of(grads))
             if len(self._unlike) < _EARLY:
                 self._unlike.append(unlike_settings(*self._optimizers))
 

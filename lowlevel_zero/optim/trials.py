@@ -155,24 +155,11 @@ def step(optimizer: Optimizer, params: Iterable[Tensor], grads: Iterable[Tensor 
     optimizer.step()
 
 
-def refuse_communication(optimizer: Optimizer) -> None:
-    """Raise ``NoProbe`` if a first step of a fresh optimizer communicates.
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises ``NoProbe`` where an operation communicates.
 
     All ranks try the same numbers, of which a mean over the ranks changes none.
     """
-    params: list[Tensor] = [torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu")) for _ in range(2)]
-    other = fresh(optimizer, [own_options(optimizer.param_groups[0])], [params])
-    try:
-        with _Alone():  # type: ignore[no-untyped-call]
-            step(other, params, map(torch.ones_like, params))
-    except NoProbe:
-        raise
-    except Exception:  # it takes no such shape, which a comparison finds
-        return
-
-
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ``NoProbe`` where an operation communicates."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):
