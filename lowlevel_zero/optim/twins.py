@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -30,26 +30,49 @@ class NoProbe(Exception):
 
 
 class Kind(NamedTuple):
-    """The options of a param group, and the plain attributes of a parameter in it.
+    """The options of a param group, and the plain attributes and states of a parameter in it.
 
     ``shapes`` are those of all parameters of the kind that are to be stepped.
     """
 
     options: Options
     attributes: Options
+    states: Options
     shapes: frozenset[tuple[int, ...]] = frozenset()
 
 
 # ---- another optimizer of the class ----
 
 
-def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Sequence[Tensor]]) -> Optimizer:
+def fresh(
+    optimizer: Optimizer,
+    options: Sequence[Options],
+    params: Sequence[Sequence[Tensor]],
+    states: Sequence[Options] | None = None,
+) -> Optimizer:
     """Make a new optimizer of the same class over ``params``, and return it; each group gets its ``options``.
 
     Plain attributes become those of ``optimizer``, which may record an argument under another name, unless the class
     has a ``__del__``: one of them may be the handle of what that frees. So do functions and objects of plain values, if
     there are arguments that aren't recorded.
+
+    If the constructor fails, as one that takes no param groups, the new one is a copy of ``optimizer``, and each
+    group's parameters get its ``states``, unless these are None.
     """
+    try:
+        made = _constructed(optimizer, options, params)
+    except Exception as error:  # whatever the class raises
+        if states is None:
+            raise
+        made = _copy(optimizer, options, params, states, error)
+    train = getattr(made, "train", None)
+    if callable(train):  # schedule-free ones step in that mode alone
+        train()
+    return made
+
+
+def _constructed(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """Return a ``fresh`` optimizer that the class's constructor has made."""
     recorded = {name.removeprefix("_"): value for name, value in vars(optimizer).items()} | optimizer.defaults
     first, names, unknown = _arguments(type(optimizer), recorded, optimizer.defaults)
     groups: Any = [{**own, "params": list(members)} for own, members in zip(options, params, strict=True)]
@@ -69,10 +92,46 @@ def fresh(optimizer: Optimizer, options: Sequence[Options], params: Sequence[Seq
                 )
             if follows or all(isinstance(each, _PLAIN) for each in held):
                 vars(made)[name] = copy.deepcopy(value, {id(optimizer): made})
-    train = getattr(made, "train", None)
-    if callable(train):  # schedule-free ones step in that mode alone
-        train()
     return made
+
+
+def _copy(
+    optimizer: Optimizer,
+    options: Sequence[Options],
+    params: Sequence[Sequence[Tensor]],
+    states: Sequence[Options],
+    error: Exception,
+) -> Optimizer:
+    """Return a copy of ``optimizer`` with other groups, whose parameters have these ``states``.
+
+    Raises:
+        NoProbe: it holds more than numbers, text and functions, so its constructor's ``error`` counts.
+    """
+    cls, held = type(optimizer), vars(optimizer)
+    own = {name: each for name, each in held.items() if not (_is_of_torch(name) or callable(getattr(cls, name, None)))}
+    others = [name for name, each in own.items() if not _is_copied(each, optimizer, set())]
+    others += [name for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if held.get(name)]
+    others += ["state" for state in held.get("state", {}).values() if _plain_states(state) != state]
+    if others or hasattr(cls, "__del__"):
+        if isinstance(error, NoProbe):
+            raise error
+        raise NoProbe(
+            f"its constructor takes no param groups ({type(error).__name__}: {error}), and its "
+            f"{[*others, '__del__'][0]} can't be copied"
+        )
+    made = cls.__new__(cls)
+    vars(made).update(copy.deepcopy(own, {id(optimizer): made}))
+    groups = [{**each, "params": list(members)} for each, members in zip(options, params, strict=True)]
+    Optimizer.__init__(made, groups, {name: _copied(name, each) for name, each in optimizer.defaults.items()})
+    for state, members in zip(states, params, strict=True):
+        for p in members if state else ():
+            made.state[p].update(copy.deepcopy(state))
+    return made
+
+
+def _is_of_torch(name: str) -> bool:
+    """Return whether an attribute is one that torch gives to all optimizers."""
+    return name.startswith("_optimizer_") or name in ("defaults", "state", "param_groups")
 
 
 def with_one_each(optimizer: Optimizer, params: Sequence[Tensor]) -> Optimizer:
@@ -95,7 +154,7 @@ def twin(
     for p, of, kind in zip(params, whole or params, kind_of, strict=True):
         vars(p).update({name: _shaped(each, of) for name, each in kind.attributes.items()})
     groups = [params[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
-    return fresh(optimizer, [own_options(kind.options) for kind in kinds], groups)
+    return fresh(optimizer, [own_options(kind.options) for kind in kinds], groups, [kind.states for kind in kinds])
 
 
 def _may_follow(optimizer: Optimizer, made: Optimizer, name: str, held: Sequence[Any]) -> bool:
@@ -104,9 +163,8 @@ def _may_follow(optimizer: Optimizer, made: Optimizer, name: str, held: Sequence
     Those that hold parameters or optimizers are made of the twin's own. What all instances share has no choice in it,
     and methods that are replaced on the instance aren't the class's.
     """
-    of_torch = name.startswith("_optimizer_") or name in ("defaults", "state", "param_groups")
     shared = vars(made).get(name) is vars(optimizer)[name]
-    if of_torch or shared or callable(getattr(type(optimizer), name, None)):
+    if _is_of_torch(name) or shared or callable(getattr(type(optimizer), name, None)):
         return False
     return not any(isinstance(each, (Tensor, Optimizer)) for each in held)
 
@@ -133,6 +191,8 @@ def _is_copied(value: Any, optimizer: Optimizer | None, seen: set[tuple[int, boo
         return all(_is_copied(each, optimizer, seen) for each in (value.func, *value.args, *value.keywords.values()))
     if isinstance(value, (tuple, list, set, frozenset)):
         return all(_is_copied(each, optimizer, seen) for each in value)
+    if isinstance(value, dict) and any(isinstance(key, Tensor) for key in value):
+        return False
     own = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     return own is not None and all(_is_copied(each, optimizer, seen) for each in own.values())
 
@@ -230,13 +290,15 @@ def _told(group: Mapping[str, Any]) -> dict[str, list[str]]:
 def kinds_to_try(optimizer: Optimizer, lr: float = LR, parameters: Collection[Tensor] = ()) -> list[Kind]:
     """Return examples of each kind of parameters; parameters that differ only in numbers or names are of one kind.
 
-    Attributes that have few texts tell kinds, too: they are roles, not names. A kind's examples are the first, and
-    those with the least and the largest of each number that differs: a threshold may bind for some alone. Their
-    learning rate is ``lr``, and their shapes are those of their kind among ``parameters``.
+    Attributes and states that have few texts tell kinds, too: they are roles, not names. A kind's examples are the
+    first, and those with the least and the largest of each number that differs: a threshold may bind for some alone.
+    Their learning rate is ``lr``, and their shapes are those of their kind among ``parameters``.
     """
     wanted = set(parameters)
     kinds: dict[tuple[str, str], list[Kind]] = {}
-    roles = _roles([_attributes(p) for group in optimizer.param_groups for p in group["params"]])
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    held = vars(optimizer).get("state", {})  # a class may look it up in a way of its own
+    roles = _roles(map(_attributes, everything)), _roles(_plain_states(held.get(p)) for p in everything)
     for group in optimizer.param_groups:
         options = own_options(group)
         if "lr" in options:
@@ -244,9 +306,13 @@ def kinds_to_try(optimizer: Optimizer, lr: float = LR, parameters: Collection[Te
         kind = {name: bool(value) if isinstance(value, (float, Tensor)) else value for name, value in options.items()}
         told = repr(sorted(kind.items()))
         for p in group["params"] or [torch.empty(0, device="cpu")]:
-            attributes, shapes = _attributes(p), {tuple(p.shape)} if p in wanted else ()
-            marks = sorted((name, _mark(value, name in roles)) for name, value in attributes.items())
-            kinds.setdefault((told, repr(marks)), []).append(Kind(options, attributes, frozenset(shapes)))
+            own = _attributes(p), _plain_states(held.get(p))
+            marks = [
+                sorted((name, _mark(value, name in names)) for name, value in of.items())
+                for of, names in zip(own, roles, strict=True)
+            ]
+            shapes = frozenset([tuple(p.shape)] if p in wanted else [])
+            kinds.setdefault((told, repr(marks)), []).append(Kind(options, *own, shapes))
     return [example for alike in kinds.values() for example in _examples(alike)]
 
 
@@ -256,7 +322,7 @@ def _examples(alike: Sequence[Kind]) -> list[Kind]:
     They get the shapes of all.
     """
     chosen = {0}
-    told = [(each.options, each.attributes) for each in alike]
+    told = [(each.options, each.attributes, each.states) for each in alike]
     for at, of in enumerate(told[0]):
         for name in of:
             values = [each[at][name] for each in told]
@@ -266,7 +332,7 @@ def _examples(alike: Sequence[Kind]) -> list[Kind]:
     return [alike[number]._replace(shapes=shapes) for number in sorted(chosen)]
 
 
-def _roles(attributes: Sequence[Options]) -> set[str]:
+def _roles(attributes: Iterable[Options]) -> set[str]:
     """Return the names of the attributes that have few texts, or containers, and fewer than there are parameters."""
     told: dict[str, list[str]] = {}
     for name, value in ((name, value) for each in attributes for name, value in each.items()):
@@ -299,6 +365,11 @@ def _attributes(p: Tensor) -> Options:
             number = value.detach().cpu().flatten()[0].clone()
             found[name] = number if number or number.dtype == torch.bool else torch.ones_like(number)
     return found
+
+
+def _plain_states(state: Any) -> Options:
+    """Return the numbers and texts in the state of a parameter, which a constructor may have put there."""
+    return {name: each for name, each in state.items() if isinstance(each, _PLAIN)} if isinstance(state, dict) else {}
 
 
 def _is_plain(value: Any) -> bool:

@@ -198,6 +198,11 @@ class FlagsInState(Stranger):
         return adam(state, g - g.mean() if state.get("whiten") else g)
 
 
+def with_a_tensor(optimizer: Any) -> Optimizer:
+    optimizer.table = torch.ones(3)
+    return optimizer  # type: ignore[no-any-return]
+
+
 def flagged(flag: bool) -> Optimizer:
     params: list[Any] = matrix()
     for p in params:
@@ -267,6 +272,8 @@ Mine = type("Mine", (torch.optim.Adagrad,), {})
 COPIED = ("function", "partial", "method", "object", "method of an object", "recursive function")
 
 TRIED: dict[str, Callable[[], Optimizer]] = {
+    "an odd constructor": lambda: OddConstructor("a", matrix(), centralise=False),
+    "a constructor that takes no groups": lambda: FlagsInState([], matrix()),
     "names of parameters are no option": of_names,
     "an option that is recorded nowhere takes its default": lambda: RecordsByAnotherName(matrix(), decoupled=True),
     # AdamW's defaults hold a name that its constructor doesn't take.
@@ -291,14 +298,22 @@ def test_what_is_elementwise_is_found_to_be(case: str) -> None:
 
 RECORDED = r"could not be tried .*got tag, centralise, which neither .* record"
 FOUND: dict[str, tuple[Callable[[], Optimizer], str]] = {
-    "an odd constructor": (lambda: OddConstructor("a", matrix(), centralise=False), RECORDED),
+    "an odd constructor": (lambda: OddConstructor("a", matrix(), centralise=True), "flat slices differ"),
+    "an odd constructor, and a tensor": (
+        lambda: with_a_tensor(OddConstructor("a", matrix(), centralise=False)),
+        RECORDED,
+    ),
     "an option that is recorded nowhere": (lambda: ScaledAndRecorded(matrix(), decoupled=True), "flat slices differ"),
     "a state at construction": (lambda: StateAtConstruction(matrix(), centralise=True), "flat slices differ"),
     "a hook of the class's own": (lambda: CentralisedByHook(matrix()), "flat slices differ"),
     "a parameter's flag that is set": (lambda: flagged(True), "flat slices differ"),
     "a parameter's small number": (lambda: numbered(2.0, 4.0, 0.5, 3.0), "flat slices differ"),
     "a parameter's large number": (lambda: numbered(2.0, 1.0, 4.5, 3.0), "flat slices differ"),
-    "flags in a state": (lambda: FlagsInState(matrix()), "could not be tried"),
+    "flags in a state": (lambda: FlagsInState(matrix(), matrix()), "flat slices differ"),
+    "flags in a state, and a tensor": (
+        lambda: with_a_tensor(FlagsInState(matrix())),
+        r"could not be tried \(its constructor takes no param groups \(TypeError: .*\), and its table can't be copied",
+    ),
     "an attribute that holds a model": (
         lambda: HoldsAModel(matrix(), torch.nn.Linear(1000, 1000, device="meta")),
         "its option model is a Linear, which a probe does not copy",
@@ -397,6 +412,18 @@ def test_nothing_of_the_optimizer_changes(cls: type[Optimizer]) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert dict(vars(optimizer)) == attributes
     assert all(a[key] is b[key] for a, b in zip(optimizer.param_groups, groups, strict=True) for key in b)
+
+
+def test_nothing_of_an_optimizer_changes_that_is_copied() -> None:
+    parameters = [*matrix(), *matrix()]
+    optimizer = FlagsInState(parameters[:1], parameters[1:])
+    attributes = dict(vars(optimizer))
+    before = copy.deepcopy((parameters, [optimizer.state.get(p) for p in parameters], optimizer.param_groups))
+    assert choose_splits(optimizer) == ["parameters"]
+    assert dict(vars(optimizer)) == attributes
+    assert [*optimizer.state] == parameters[:1]
+    after = parameters, [optimizer.state.get(p) for p in parameters], optimizer.param_groups
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("cls", [AdamByHand, Noisy, NoisyInPython, NoisyInNumpy])

@@ -222,14 +222,49 @@ class OfTwoKinds(Optimizer):
                     p.mul_(1 - group["decay"]).sub_(group["lr"] * p.grad.sign())
 
 
-def of_two_kinds(model: nn.Module) -> Optimizer:
+def in_two(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     matrices = [model.up.weight, model.down.weight]
-    others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+    return matrices, [p for p in model.parameters() if all(p is not each for each in matrices)]
+
+
+def of_two_kinds(model: nn.Module) -> Optimizer:
+    matrices, others = in_two(model)
     groups = [
         {"params": others, "matrices": False, "decay": 0.1},
         {"params": matrices, "matrices": True, "momentum": 0.9},
     ]
     return OfTwoKinds([{**group, "lr": 0.02} for group in groups])
+
+
+class MarkedAtConstruction(Rule):
+    """Takes two lists of parameters, and marks them in their states, as Moonshot's Muon does."""
+
+    def __init__(self, matrices: Any, others: Any, lr: float = 0.02) -> None:
+        super().__init__([*matrices, *others], lr)
+        for p in matrices:
+            self.state[p]["is_matrix"] = True
+        for p in others:
+            self.state[p]["is_matrix"] = False
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        if not state["is_matrix"]:
+            return gradient.sign()
+        rows, columns = p.shape
+        mean = state.setdefault("mean", torch.zeros_like(p)).mul_(0.9).add_(gradient)
+        left, _, right = torch.linalg.svd(mean, full_matrices=False)
+        return max(1, rows / columns) ** 0.5 * left @ right
+
+
+class OfOneSize(Rule):
+    """Makes groups of parameters of one size out of a list, as Jordan's Muon did first."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        params = list(params)
+        sizes = {p.numel(): [each for each in params if each.numel() == p.numel()] for p in params}
+        super().__init__([{"params": members, "size": size} for size, members in sizes.items()], lr)
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return normalised(gradient)
 
 
 def over_names(model: nn.Module) -> Optimizer:
@@ -253,6 +288,8 @@ ALIKE: dict[str, tuple[Callable[[nn.Module], Optimizer], str, int]] = {
         6,
     ),
     "groups of two kinds, one of matrices alone": (of_two_kinds, "parameters", 6),
+    "marks in states, and two lists": (lambda model: MarkedAtConstruction(*in_two(model)), "parameters", 6),
+    "groups of the constructor's own": (over_parameters(OfOneSize), "parameters", 6),
     "attributes of parameters": (by_attributes, "elements", 6),
     "attributes of parameters, by norms": (partial(by_attributes, normalise=True), "parameters", 6),
 }
