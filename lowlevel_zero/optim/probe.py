@@ -6,6 +6,7 @@ class's constructor, with the options that the optimizer has recorded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -22,6 +23,7 @@ from .probe_gradients import (
     RANKS,
     SIZES,
     Gradients,
+    brief,
     first_slice,
     growing,
     last_slice,
@@ -39,6 +41,7 @@ _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
 # Parameters whose slices are single numbers, which some classes treat apart, and small ones.
 _SMALL = ((3,), (), (7, 7), (5, 3, 3, 3))
 _TALL_AND_WIDE = ((9, 4), (4, 9))
+_MOST = 2**18  # elements of the largest parameter that is tried, if the model has one that is as large
 _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(SIZES)  # of the element: each step rounds it
 _EARLY = 3  # steps in which all parameters have gradients, after which param groups are compared
@@ -78,9 +81,9 @@ def probe_elements(
 ) -> str | None:
     """Return a text if slices step unlike whole parameters, in fp32 or ``dtypes``, or can't be tried, else None.
 
-    If it can't be tried, the result says why. Other numbers of dimensions than usual are tried if ``parameters`` have
-    them. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer`` and random number generators stay
-    unchanged.
+    If it can't be tried, the result says why. Other numbers of dimensions than usual, and large shapes, are tried if
+    ``parameters`` have them. Runs in fp32, and then shortly in ``dtypes``, on the CPU. ``optimizer`` and random number
+    generators stay unchanged.
     """
     outward, inward = partial(growing, noise=1.0, inward=-1), partial(growing, noise=0.1, inward=1)
     unusual = [(5, *(3,) * (dim - 1)) for dim in _dims_of(parameters) if dim not in map(len, _SMALL)]
@@ -90,6 +93,9 @@ def probe_elements(
     found = _tried(optimizer, *large, small)
     with suppress(NoProbe):  # by a class without decay, of which nothing moves
         found = found or _difference(optimizer, small._replace(gradients=still, lr=LARGE_LR))
+    if found is None and any(p.numel() > math.prod(_SHAPES[-1]) for p in parameters):
+        with suppress(NoProbe):  # which the others have given proof against
+            found = _difference(optimizer, _Trial(_largest, brief, first_slice, of=parameters))
     # Rules for shapes are found in fp32; in 16 bits more shapes would only tell more roundings.
     return found or _of_dtypes(optimizer, small._replace(shapes=_SMALL), dtypes)
 
@@ -115,6 +121,21 @@ def probe_parameters(
     except NoProbe:
         found = _tried(optimizer, trial)
     return found or _of_dtypes(optimizer, trial, dtypes)
+
+
+def _largest(kind: Kind) -> list[tuple[int, ...]]:
+    """Return the shapes of a kind's parameters with most elements, and with the largest second side; sides are halved.
+
+    Some classes factor the second moments of matrices of which both sides are large.
+    """
+    shapes = sorted(shape for shape in kind.shapes if math.prod(shape)) or [(1,)]
+    found: set[tuple[int, ...]] = set()
+    for chosen in (max(shapes, key=math.prod), max(shapes, key=lambda shape: sorted(shape)[-2:-1])):
+        sides = list(chosen)
+        while math.prod(sides) > _MOST:
+            sides[sides.index(max(sides))] //= 2
+        found.add(tuple(sides))
+    return sorted(found)
 
 
 def _dims_of(parameters: Collection[Tensor]) -> list[int]:

@@ -42,6 +42,13 @@ def lasting(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[l
         yield grads
 
 
+def brief(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
+    """Yield gradients of two steps, which take little time for large parameters."""
+    directions = [randn(weight.shape, generator) for weight in weights]
+    for size in (0.01, 1.0):
+        yield [size * direction for direction in directions]
+
+
 def still(weights: Sequence[Tensor], generator: torch.Generator) -> Iterator[list[Tensor]]:
     """Yield gradients of zeros, beside which weight decay is the whole movement, however small it is."""
     for _ in SIZES:

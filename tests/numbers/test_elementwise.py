@@ -260,6 +260,36 @@ def test_a_rule_for_as_many_dimensions_as_a_parameter_has_is_found(dim: int) -> 
     assert choose_splits(CentralisedByDimension([*others, kernel])) == ["parameters"]
 
 
+@directed
+def FactoredIfLarge(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    """Second moments of matrices are factored where both sides are large, as optax does."""
+    if p.ndim < 2 or min(p.shape) < 256:
+        return adam(state, g)
+    rows, columns = average(state, "r", (g * g).mean(-1)), average(state, "c", (g * g).mean(-2))
+    return g / ((rows[:, None] * columns / rows.mean()).sqrt() + 1e-8)
+
+
+@directed
+def CentralisedIfLarge(p: Tensor, g: Tensor, state: Any, group: Any) -> Tensor:
+    return adam(state, g - g.mean() if p.numel() > 120_000 else g)
+
+
+LARGE: list[tuple[type[Stranger], list[tuple[int, ...]], str]] = [
+    (FactoredIfLarge, [(300, 300)], "parameters"),
+    (FactoredIfLarge, [(50_000, 128), (768, 256), (768,)], "parameters"),
+    (FactoredIfLarge, [(50_000, 128), (768,)], "elements"),
+    (CentralisedIfLarge, [(10**6,)], "parameters"),
+    (CentralisedIfLarge, [(512, 256, 3, 3)], "parameters"),
+    (AdamByHand, [(10**6, 10**6), (1, 10**9), (), (0, 3)], "elements"),
+]
+
+
+@pytest.mark.parametrize(("cls", "shapes", "split"), LARGE)
+def test_a_rule_for_large_parameters_is_found(cls: type[Stranger], shapes: list[tuple[int, ...]], split: str) -> None:
+    others = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    assert choose_splits(cls([{"params": matrix()}, {"params": others, "decay": 0.1}])) == [split] * 2
+
+
 @pytest.mark.parametrize("chosen", ["elements", None])
 def test_a_group_s_own_split_comes_before_that_of_all(chosen: str | None) -> None:
     first, second = ([torch.nn.Parameter(torch.zeros(2, 3))] for _ in range(2))
