@@ -25,7 +25,7 @@ from ..experts.assignment import Assignment, assign, check_listed, dtypes_in_com
 from ..optim.splits import check_and_choose, may_write_unused
 from ..options import ZeroOptions
 from ..partition import Choice
-from .checks import check_group, check_new, check_no_list_of_its_own, check_optimizer, check_parameters
+from .checks import check_group, check_new, check_optimizer, check_parameters
 from .sharding import Sharding, convert
 from .start_line import warn_of_hooks
 
@@ -147,7 +147,6 @@ def _chosen(
     hold slices, which aren't described.
     """
     choices = check_and_choose(optimizer, new, names, options)
-    check_no_list_of_its_own(optimizer, new)
     writes_unused, number_of = may_write_unused(optimizer), assignment.number_of
     trained = [*new, *(part for group in optimizer.param_groups[:known_groups] for part in group["params"])]
     lines: list[list[str]] = [[] for _ in range(1 + len(assignment.groups))]

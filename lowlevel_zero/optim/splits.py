@@ -22,6 +22,7 @@ from ..options import SPLIT, Cost, ZeroOptions
 from ..partition import BY_ELEMENTS, BY_PARAMETERS, ELEMENTWISE, Choice
 from .costs import ORTHOGONALISING, costs_of
 from .overrides import check_overrides
+from .own_lists import check_no_list_of_its_own
 from .probe import probe_elements, probe_parameters
 from .quantised import check_unstepped, is_known
 from .trials import full_name, step_is_replaced, writes_without_gradients
@@ -136,8 +137,8 @@ def choose_splits(
     be stepped.
 
     Raises:
-        TypeError: ``optimizer`` treats neither elements nor parameters independently, or could not be tried. The
-            message says which optimizer, what was seen, and what to do.
+        TypeError: ``optimizer`` treats neither elements nor parameters independently, keeps a list of parameters, or
+            could not be tried. The message says which optimizer, what was seen, and what to do.
         ValueError: a group's ``"split"`` is something else.
     """
     if not isinstance(optimizer, Optimizer):
@@ -154,6 +155,7 @@ def choose_splits(
         raise TypeError(f"{full_name(optimizer)} cannot be sharded: {listed.reason}. Use {listed.remedy}.")
     if parameters is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    check_no_list_of_its_own(optimizer, parameters)  # a probe would find what depends on it, and not tell why
     found = _found(optimizer, listed, parameters, dtypes) if None in asked else ""
     return [split or found for split in asked]
 

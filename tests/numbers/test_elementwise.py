@@ -322,10 +322,31 @@ class CountsBusySteps(ScaledByNorms):
             p.sub_(group["lr"] / group["busy"] * self.direction(p, p.grad, self.state[p], group))
 
 
-@pytest.mark.parametrize("cls", [HoldsAndScales, CountsBusySteps])
-def test_what_no_rank_can_step_alone(cls: type[Stranger]) -> None:
-    with pytest.raises(TypeError, match=f"{cls.__name__} cannot be sharded"):
-        choose_splits(cls(matrix()))
+class ScalesSomeById(ScaledByNorms):
+    """Remembers the ids of parameters that it steps by their norms, which no fresh parameter of a probe has."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr=lr)
+        self.scaled = {id(p) for group in self.param_groups for p in group["params"][::2]}
+
+    def direction(self, p, g, state, group):  # type: ignore[no-untyped-def]
+        return super().direction(p, g, state, group) if id(p) in self.scaled else g.sign()
+
+
+LIST = "expected {} to find its parameters in param_groups, .* found a separate list in .{}: let it loop over"
+
+
+@pytest.mark.parametrize(
+    ("cls", "told"),
+    [
+        (HoldsAndScales, LIST.format("HoldsAndScales", "all")),
+        (ScalesSomeById, LIST.format("ScalesSomeById", "scaled")),
+        (CountsBusySteps, "CountsBusySteps cannot be sharded"),
+    ],
+)
+def test_what_no_rank_can_step_alone(cls: type[Stranger], told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        choose_splits(cls([*matrix(), *matrix()]))
 
 
 def test_groups_may_differ() -> None:
