@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from .partition import BY_ELEMENTS, BY_PARAMETERS, Split
+from .partition import BY_ELEMENTS, BY_MATRICES, BY_PARAMETERS, Split
 
 BackwardContext: TypeAlias = Callable[[], AbstractContextManager[object]]
 Cost: TypeAlias = Callable[[Tensor], float]
@@ -54,7 +54,9 @@ SWITCH = Takes("True or False", (bool,))
 MAX_NORM = Takes("a number >= 0 (0 means no clipping)", _NUMBER, lambda norm: norm >= 0)
 CLIPPED_NORM = MAX_NORM._replace(expected="a number >= 0")
 SPLIT = Takes(
-    f"None, {BY_ELEMENTS!r} or {BY_PARAMETERS!r}", (str, NoneType), {None, BY_ELEMENTS, BY_PARAMETERS}.__contains__
+    f"None, {BY_ELEMENTS!r}, {BY_PARAMETERS!r} or {BY_MATRICES!r}",
+    (str, NoneType),
+    {None, BY_ELEMENTS, BY_PARAMETERS, BY_MATRICES}.__contains__,
 )
 DTYPE = Takes(
     "a torch.dtype or None: float16, bfloat16, float32 or float64",
@@ -252,8 +254,10 @@ class ZeroOptions:
     split: str | None = option(
         None,
         'how ranks share parameters. "elements": each rank steps a slice of every parameter; "parameters": one rank '
-        'steps each parameter whole. None: "elements" if the optimizer\'s class treats elements independently, '
-        '"parameters" if it treats parameters independently. A param group\'s key "split" overrides this.',
+        'steps each parameter whole; "matrices": as many matrices of a stack `[E, m, n]` on each rank, where the ranks '
+        'divide E, and other parameters whole. None: "elements" if the optimizer\'s class treats elements '
+        'independently, "matrices" if it treats the matrices of stacks independently, "parameters" if it treats '
+        'parameters independently. A param group\'s key "split" overrides this.',
         SPLIT,
     )
     cost: Cost | None = option(

@@ -1,7 +1,7 @@
 """The two splits of a parameter over ranks, the choice of owners, and the width of buffer rows.
 
-``EvenSplit`` gives each rank a row of every parameter. ``WholeSplit`` gives a parameter to one rank. They answer the
-same questions, so nothing else asks which of the two it has.
+``EvenSplit`` gives each rank a row of every parameter: flat elements, or as many matrices of a stack. ``WholeSplit``
+gives a parameter to one rank. They answer the same questions, so nothing else asks which of the two it has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-BY_ELEMENTS, BY_PARAMETERS = "elements", "parameters"
+# By matrices: as many of a stack [E, m, n] to each rank where the ranks divide E; other parameters whole.
+BY_ELEMENTS, BY_PARAMETERS, BY_MATRICES = "elements", "parameters", "matrices"
 # Measures of a parameter, as many for each: the cost of its step first.
 Costs: TypeAlias = tuple[float, ...]
 
@@ -43,15 +44,28 @@ class EvenSplit:
     Rank ``r`` owns row ``r``. With ``multiple`` 1 this is the split that ``torch.chunk`` makes of the unpadded
     parameter, and so also the layout of a 1-D ``DTensor`` with ``Shard(0)``: the first ranks hold whole slices, the one
     that meets the end a shorter one, those after it nothing but padding.
+
+    A stack of matrices, ``[E, m, n]``, of which the ranks divide ``E``, may be split so, too: a row is then
+    ``E / world_size`` whole matrices, and the optimizer steps slices of shape ``[E / world_size, m, n]``.
     """
 
-    by: ClassVar[str] = BY_ELEMENTS
     owner: ClassVar[None] = None  # each rank owns a row
-    costs: ClassVar[Costs] = ()
 
     numel: int  # elements of the parameter, without padding
     world_size: int  # ranks that share it
     multiple: int = 1  # rows are multiples of this number of elements
+    matrix: tuple[int, ...] = ()  # the shape of one matrix of a stack; (): slices are flat
+    costs: Costs = ()  # of a stack: by these an owner is chosen if a number of ranks doesn't divide it
+
+    @property
+    def by(self) -> str:
+        """Return "elements", or "matrices" of a stack."""
+        return BY_MATRICES if self.matrix else BY_ELEMENTS
+
+    @property
+    def is_flat(self) -> bool:
+        """Return whether the optimizer steps 1-D slices."""
+        return not self.matrix
 
     @cached_property
     def slice_size(self) -> int:
@@ -91,9 +105,15 @@ class EvenSplit:
         """Return ``rank``'s row of ``rows``, ``[columns]``, as a view."""
         return rows[rank]
 
+    def slice_shape(self, shape: torch.Size) -> torch.Size:
+        """Return the shape of the slices that the optimizer steps of a parameter of this ``shape``."""
+        return torch.Size((shape[0] // self.world_size, *self.matrix) if self.matrix else (self.slice_size,))
+
     def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
-        """Return ``flat`` itself: the optimizer steps flat slices."""
-        return flat
+        """Return ``flat`` itself, or a view of it as matrices of a stack, with the strides of the stack ``like``."""
+        if not self.matrix:
+            return flat
+        return torch.as_strided(flat, self.slice_shape(like.shape), like.stride(), flat.storage_offset())
 
     def reduce(self, group: Any, buffer: Tensor, fp8: bool, about: Any) -> Any:
         """Start a reduce-scatter of a bucket buffer; each rank gets its row. Communicates."""
@@ -118,7 +138,8 @@ class WholeSplit:
     world_size: int  # ranks that share it
     owner: int  # the rank that owns it
     costs: Costs = ()  # the measures of it by which owners were dealt out, the cost of its step first
-    by: ClassVar[str] = BY_PARAMETERS
+    by: str = BY_PARAMETERS  # or "matrices" of a stack, whose number the ranks don't divide
+    is_flat: ClassVar[bool] = False
     multiple: ClassVar[int] = 1
     padding: ClassVar[int] = 0
     rows: ClassVar[int] = 1
@@ -153,6 +174,10 @@ class WholeSplit:
         """Return a view of ``rank``'s part of ``rows``: all columns on the owner, else an empty tensor."""
         return rows[0] if rank == self.owner else rows[0, :0]
 
+    def slice_shape(self, shape: torch.Size) -> torch.Size:
+        """Return ``shape``, that of the tensor which the owner's optimizer steps."""
+        return shape
+
     def shaped(self, flat: Tensor, like: Tensor) -> Tensor:
         """Return a view of the owner's part with the shape and strides of ``like``; an empty one unchanged."""
         if flat.numel() < self.numel:
@@ -180,9 +205,10 @@ class Choice(NamedTuple):
     """The facts that decide the split of one parameter."""
 
     numel: int  # its elements
-    by: str  # "elements" or "parameters"
+    by: str  # "elements", "parameters" or "matrices"
     costs: Costs = ()  # the measures of it by which owners are dealt out, the cost of its step first
     multiple: int = 1  # slices by elements are multiples of this number of elements
+    stack: tuple[int, ...] = ()  # [E, m, n] of a stack that may be cut between its matrices
 
 
 def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split] = ()) -> list[Split]:
@@ -193,10 +219,13 @@ def splits_of(choices: Sequence[Choice], world_size: int, former: Iterable[Split
     sizes = [(choice.numel, world_size, choice.multiple) for choice in choices]
     shared = {size: EvenSplit(*size) for size in set(sizes)}  # of thousands of parameters few differ in size
     splits: list[Split] = [shared[size] for size in sizes]
-    whole = [at for at, choice in enumerate(choices) if choice.by == BY_PARAMETERS]
+    for at, choice in enumerate(choices):
+        if choice.stack and choice.stack[0] % world_size == 0:
+            splits[at] = EvenSplit(choice.numel, world_size, matrix=choice.stack[1:], costs=choice.costs)
+    whole = [at for at, choice in enumerate(choices) if choice.by != BY_ELEMENTS and splits[at].is_flat]
     owned = [(split.owner, split.costs) for split in former if split.owner is not None]
     for at, owner in zip(whole, deal_out([choices[at].costs for at in whole], world_size, owned), strict=True):
-        splits[at] = WholeSplit(choices[at].numel, world_size, owner, choices[at].costs)
+        splits[at] = WholeSplit(choices[at].numel, world_size, owner, choices[at].costs, choices[at].by)
     return splits
 
 

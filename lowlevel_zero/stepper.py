@@ -269,10 +269,9 @@ class Stepper:
                 row.div_(_inverse(factor, row.device))
             else:
                 row.mul_(factor)
-        shaped = bucket.records[0].split.owner is not None
         for record, gradient in zip(bucket.records, bucket.split(row.to(dtype)), strict=True):
             if record.worked:
-                if not shaped:
+                if record.is_flat:
                     record.p32.grad = gradient
                 else:  # a rank has no elements of another rank's parameters
                     record.p32.grad = record.shaped(gradient) if gradient.numel() else None

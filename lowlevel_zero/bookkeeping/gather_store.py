@@ -112,8 +112,7 @@ class GatherStore:
             record.stepped = True
         awaited = self._overlap and can_be_awaited(record.p for record in records)
         with self._streams.home(join=False):
-            even = records[0].split.owner is None  # and slices are rows as they are
-            masters = [record.p32 if even else record.master_row for record in records]
+            masters = [record.p32 if record.is_flat else record.master_row for record in records]
             own = self._stepping.own_rows(masters, records[0].row)
             rows = [record.rows for record in records]
             alignment = alignment_of(rows[0].dtype, self._wide_rows)

@@ -7,12 +7,13 @@ name      is                                                         shape      
 ========  =========================================================  ==================  =====================
 p         working parameter: what the model computes with            the model's         the model's
 padded    the storage behind p; row r belongs to rank r              [world_size * s]    p's
-p32       master slice: the optimizer's copy of this rank's row      [s], or p's, [0]    fp32 (or p's)
+p32       master slice: the optimizer's copy of this rank's row      [s], or see below   fp32 (or p's)
 g         this rank's slice of the gradient, summed over the ranks:  [s]                 the buffer's, or fp32
           its part of its bucket's shard
 ========  =========================================================  ==================  =====================
 
-A parameter that one rank owns whole has one row, ``p32`` of ``p``'s shape on its owner, and nothing on other ranks.
+A parameter that one rank owns whole has one row, ``p32`` of ``p``'s shape on its owner, and nothing on other ranks. Of
+a stack of matrices, ``[E, m, n]``, that is cut between them ``p32`` is ``[E / world_size, m, n]``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ShardedParameter:
         *("p", "p32", "handle", "slice_handle", "shown", "pending", "worked", "arrived", "is_contiguous"),
         *("index", "is_empty", "short", "stepped", "version", "address", "row", "rows", "group", "fp8", "split"),
         *("shares_storage", "kind", "view", "padded", "rank", "communication_dtype", "name", "shard_group"),
-        *("waiting", "saved_master", "slice_version", "__weakref__"),
+        *("waiting", "saved_master", "slice_version", "is_flat", "__weakref__"),
     )
 
     def __init__(
@@ -78,6 +79,7 @@ class ShardedParameter:
         self.is_contiguous = p.is_contiguous()  # its elements lie in their own order
         self.is_empty = p.numel() == 0  # nothing of it travels
         self.split = split  # how its elements are shared
+        self.is_flat = split.is_flat  # ``p32`` is 1-D
         self.short = split.short  # elements that a bucket buffer wants of its gradient behind those that there are
         self.rank = rank  # whose row is ours
         self.communication_dtype = communication_dtype or p.dtype  # of its bucket's buffer; with ``fp8``, of its sum
@@ -285,7 +287,9 @@ class ShardedParameter:
 
     def flat_slice(self, own: Tensor) -> Tensor:
         """Return a tensor of ``p32``'s shape as ``[s]``: itself if 1-D, else flat in memory order; it never pads."""
-        return own if own.dim() == 1 else self.flatten(own)
+        if own.dim() == 1:
+            return own
+        return flat_in_memory_order(own, self.view if self.split.owner is not None else self.view[: len(own)])
 
 
 def _rounds_to(row: Tensor, known: Known) -> Tensor:

@@ -43,7 +43,9 @@ class _Division(NamedTuple):
 
     def boxed(self, own: Tensor, record: ShardedParameter) -> BoxedTensor:
         """Return ``own``, this rank's part with or without padding, as a ``BoxedTensor`` of the whole state."""
-        if record.split.owner is not None:
+        if record.split.owner is None:
+            own = record.flat_slice(own)
+        else:
             like = torch.empty_strided(self.shape, self.stride, device="meta")
             own = flat_in_memory_order(own, like) if record.owns_some else own.new_empty(0, device=record.p32.device)
         return boxed(own, self.split, record.rank, self.shape, self.stride)
@@ -272,7 +274,8 @@ class ShardedState:
                 f"{name}: expected state of shape {expected[0]} and strides {expected[1]}, got {got[0]} and {got[1]}: "
                 "build the model that it was saved of"
             )
-        return record.shaped(own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own))))
+        padded = own if len(own) == size else torch.nn.functional.pad(own, (0, size - len(own)))
+        return padded if key == MASTER else record.shaped(padded)
 
     def check(self, settings: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ``ValueError`` unless saved class (or ``states``), block size, groups and loss scale fit the optimizer.
@@ -359,7 +362,7 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
     """Return a parameter's future states, without values, by a small one's, ``first``; empty if these don't tell."""
     tensors = {key: value for key, value in first.items() if isinstance(value, Tensor)}
     sample = _sample_shape(record)
-    if record.split.owner is not None and any(value.shape not in (sample, ()) for value in tensors.values()):
+    if not record.is_flat and any(value.shape not in (sample, ()) for value in tensors.values()):
         return {}  # it isn't known how their shapes follow from the parameter's
     if record.keeps_more:
         tensors[MASTER] = record.p32.new_zeros(sample)
@@ -371,7 +374,7 @@ def _expected(first: State, record: ShardedParameter) -> dict[str, Tensor]:
 
 def _sample_shape(record: ShardedParameter) -> tuple[int, ...]:
     """Return the shape of the small parameter that is stepped to find out the shapes of this one's states."""
-    return (_TRIED,) if record.split.owner is None else (_TRIED, 6, 5, 4, 3, 2)[: record.p.dim()]
+    return (_TRIED,) if record.is_flat else (_TRIED, 6, 5, 4, 3, 2)[: record.p.dim()]
 
 
 def _as_held(flat: State, record: ShardedParameter) -> State:

@@ -132,7 +132,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
             lines.append(f"{key} = {float(value)}")
     with optimizer.streams.home():
         if held is not None and is_slice(key, held, record):
-            held.copy_(value if record.split.owner is not None else record.slice_of(value))
+            held.copy_(value if record.split.owner is not None else record.shaped(record.slice_of(value)))
         elif isinstance(held, Tensor):
             held.fill_(float(value))
         elif held is not None:

@@ -24,6 +24,7 @@ from .probe_gradients import (
     SIZES,
     Gradients,
     brief,
+    first_matrices,
     first_slice,
     growing,
     last_slice,
@@ -42,6 +43,8 @@ _SHAPES = ((7, 7), (5, 3, 3, 3), (176, 176))
 _SMALL = ((3,), (), (7, 7), (5, 3, 3, 3))
 _TALL_AND_WIDE = ((9, 4), (4, 9))
 _MOST = 2**18  # elements of the largest parameter that is tried, if the model has one that is as large
+# Stacks of matrices, of one matrix for each of two ranks, of two, and ones that end inside a block of elements.
+_STACKS = ((2, 6, 5), (4, 5, 6), (2, 90, 50))
 _TOLERANCE = 1e-5  # of the largest movement since the start
 _ROUNDINGS = len(SIZES)  # of the element: each step rounds it
 _EARLY = 3  # steps in which all parameters have gradients, after which param groups are compared
@@ -54,6 +57,10 @@ _LEAST_MOVEMENT = 1e-5  # of the largest element; with less, rounding would hide
 _SLICES_DIFFER = (
     f"a {{}} parameter and its {RANKS} flat slices differ by {{:.1e}} of the update in a probe, so its updates depend "
     "on the other elements, on the shape, or on random numbers"
+)
+_MATRICES_DIFFER = (
+    "a {} stack of matrices and its halves differ by {:.1e} of the update in a probe, so a matrix's updates depend "
+    "on the others of its stack, or on random numbers"
 )
 _OWNED_DIFFER = (
     "a {} parameter that is stepped beside others and without them differs by {:.1e} of the update in a probe, so its "
@@ -71,6 +78,7 @@ class _Trial(NamedTuple):
     shapes: Sequence[tuple[int, ...]] | Callable[[Kind], Sequence[tuple[int, ...]]]  # of each kind
     gradients: Gradients
     cut: Callable[[Tensor], Tensor] | None = None  # returns the slice of a tensor; None: two ranks own parameters
+    differ: str = _SLICES_DIFFER  # the text about a parameter's shape, and the gap
     drops: bool = False
     lr: float = LR
     of: Collection[Tensor] = ()
@@ -115,12 +123,27 @@ def probe_parameters(
         dims = sorted({*map(len, kind.shapes)}) or _dims_of(parameters)
         return [shape for dim in dims for shape in (LARGE[:dim], (*LARGE[1:dim], 8)[:dim]) for _ in range(2)]
 
-    trial = _Trial(shapes, lasting, of=parameters)
+    trial = _Trial(shapes, lasting, differ=_OWNED_DIFFER, of=parameters)
     try:
         found = _difference(optimizer, trial._replace(drops=True))
     except NoProbe:
         found = _tried(optimizer, trial)
     return found or _of_dtypes(optimizer, trial, dtypes)
+
+
+def probe_matrices(optimizer: Optimizer, stacks: Collection[Tensor]) -> str | None:
+    """Step stacks of matrices, ``[E, m, n]``, and halves of them; return a text about a difference, or None if equal.
+
+    Kinds of parameters are tried that have some of the ``stacks``; all are if none has. In fp32 alone: in 16 bits
+    halves may be rounded otherwise. Else as ``probe_elements``.
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    in_groups = any(p in held for p in stacks)
+
+    def shapes(kind: Kind) -> Sequence[tuple[int, ...]]:
+        return _STACKS if kind.shapes or not in_groups else ()
+
+    return _tried(optimizer, _Trial(shapes, lasting, first_matrices, _MATRICES_DIFFER, of=stacks))
 
 
 def _largest(kind: Kind) -> list[tuple[int, ...]]:
@@ -260,7 +283,7 @@ class _Comparison:
             for param, start, expected, own in zip(*of_whole, part.params, strict=True):
                 gap = _gap(expected, own, param, start)
                 if gap is not None:
-                    return (_SLICES_DIFFER if cut else _OWNED_DIFFER).format(tuple(param.shape), gap)
+                    return self._trial.differ.format(tuple(param.shape), gap)
         if any(map(_rested, whole.params, self._starts)):
             raise NoProbe(f"{len(SIZES)} of its steps hardly moved small parameters: is its lr 0, or too small?")
         states = _states_apart((*self._parts, whole)) if cut else _states_of_some(whole)

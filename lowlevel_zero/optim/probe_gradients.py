@@ -20,6 +20,11 @@ def first_slice(tensor: Tensor) -> Tensor:
     return tensor.flatten()[: -(-tensor.numel() // RANKS)]
 
 
+def first_matrices(tensor: Tensor) -> Tensor:
+    """Return the first half of a stack of matrices."""
+    return tensor[: len(tensor) // 2]
+
+
 def last_slice(tensor: Tensor) -> Tensor:
     """Return the flat slice, a view if possible, of the last of ``RANKS`` ranks that has elements."""
     size = len(first_slice(tensor))

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..options import SPLIT, Cost, ZeroOptions
-from ..partition import BY_ELEMENTS, BY_PARAMETERS, ELEMENTWISE, Choice
+from ..partition import BY_ELEMENTS, BY_MATRICES, BY_PARAMETERS, ELEMENTWISE, Choice
 from .costs import ORTHOGONALISING, costs_of
 from .overrides import check_overrides
 from .own_lists import check_no_list_of_its_own
-from .probe import probe_elements, probe_parameters
+from .probe import probe_elements, probe_matrices, probe_parameters
 from .quantised import check_unstepped, is_known
 from .trials import full_name, step_is_replaced, writes_without_gradients
 
@@ -37,6 +37,7 @@ _ELSEWHERE = {
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
     "deepspeed.ops.adam.fused_adam.FusedAdam",
 }
+STACK_DIMS = 3  # of a stack of matrices
 # The base of all classes of bitsandbytes, whatever their states.
 _32_BITS_TOO = "Optimizer8bit"
 
@@ -118,8 +119,11 @@ def of_16_bits(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
 def choice_of(
     optimizer: Optimizer, group: Mapping[str, Any], by: str, p: Tensor, name: str, cost: Cost | None
 ) -> Choice:
-    """Return a parameter's ``Choice``: its number of elements, ``by``, and its costs if it is split by parameters."""
-    return Choice(p.numel(), by, costs_of(optimizer, group, p, name, cost) if by == BY_PARAMETERS else ())
+    """Return a parameter's ``Choice``: its elements, ``by``, costs unless by elements, and the shape of a stack."""
+    costs = costs_of(optimizer, group, p, name, cost) if by != BY_ELEMENTS else ()
+    is_stack = by == BY_MATRICES and p.dim() == STACK_DIMS and p.numel() > 0
+    in_order = is_stack and (len(p) == 1 or p.stride(0) * len(p) == p.numel())  # one matrix behind the other in memory
+    return Choice(p.numel(), by, costs, stack=tuple(p.shape) if in_order else ())
 
 
 def choose_splits(
@@ -128,7 +132,7 @@ def choose_splits(
     parameters: Sequence[Tensor] | None = None,
     dtypes: Collection[torch.dtype] = (),
 ) -> list[str]:
-    """Return how to split each param group, "elements" or "parameters"; raise ``TypeError`` if neither is exact.
+    """Return how to split each param group, by a name of ``partition.py``; raise ``TypeError`` if none is exact.
 
     A group's own key ``"split"`` comes first, then what is ``chosen`` for all, then what is known of the class or shown
     by a probe, in which others of the class step small fresh parameters. ``optimizer`` and random number generators
@@ -157,6 +161,13 @@ def choose_splits(
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
     check_no_list_of_its_own(optimizer, parameters)  # a probe would find what depends on it, and not tell why
     found = _found(optimizer, listed, parameters, dtypes) if None in asked else ""
+    asks = BY_MATRICES in asked and not is_elementwise(optimizer)
+    apart = probe_matrices(optimizer, _stacks(parameters)) if asks else None
+    if apart is not None:
+        raise TypeError(
+            f"split={BY_MATRICES!r}: expected an optimizer that steps each matrix of a stack by itself, got "
+            f"{full_name(optimizer)}: {apart}. Use split={BY_PARAMETERS!r}"
+        )
     return [split or found for split in asked]
 
 
@@ -175,6 +186,10 @@ def may_write_unused(optimizer: Optimizer) -> bool:
     return not skips and writes_without_gradients(optimizer)
 
 
+def _stacks(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p for p in parameters if p.dim() == STACK_DIMS]
+
+
 def _found(
     optimizer: Optimizer, listed: _Listed | None, parameters: Sequence[Tensor], dtypes: Collection[torch.dtype]
 ) -> str:
@@ -187,7 +202,8 @@ def _found(
     refused = listed is not None and not listed.by_parameters
     by_parameters = by_elements if refused else probe_parameters(optimizer, parameters, dtypes)
     if by_parameters is None:
-        return BY_PARAMETERS
+        stacks = _stacks(parameters)
+        return BY_MATRICES if stacks and probe_matrices(optimizer, stacks) is None else BY_PARAMETERS
     both = by_elements if refused else f"{by_elements}; and of whole parameters that ranks own, {by_parameters}"
     remedy = listed.remedy if listed else _Listed("", "").remedy
     raise TypeError(

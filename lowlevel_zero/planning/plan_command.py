@@ -14,7 +14,7 @@ from torch import nn
 from ..layout.held import OWNERS
 from ..layout.text import aligned, counted, in_bytes, shares_text, unit_of
 from ..options import Communication, ZeroOptions
-from ..partition import BY_ELEMENTS, BY_PARAMETERS
+from ..partition import BY_ELEMENTS, BY_MATRICES, BY_PARAMETERS
 from .memory import DTYPES, Estimate, as_dtype, estimate
 from .planned import PlannedRun
 from .quantities import elements, per_second, rate, seconds, share, stage, whole_number
@@ -64,8 +64,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpu-offload", action=argparse.BooleanOptionalAction, default=None, help=text)
     text = "step 16-bit slices without fp32 masters"
     add("--no-master-weights", action="store_false", dest="master_weights", help=text)
-    text = "split the model by elements or by parameters (default: the optimizer's class decides)"
-    add("--split", choices=(BY_ELEMENTS, BY_PARAMETERS), help=text)
+    text = "split the model by elements, by parameters, or by matrices (default: the optimizer's class decides)"
+    add("--split", choices=(BY_ELEMENTS, BY_PARAMETERS, BY_MATRICES), help=text)
     add("--micro-batches", metavar="N", type=whole_number, default=1, help="backwards in a step (default: %(default)s)")
 
     add = parser.add_argument_group("time of a step").add_argument

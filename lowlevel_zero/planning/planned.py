@@ -18,7 +18,7 @@ from ..communication.backends.shared_memory import READ_WHOLE, SharedMemory
 from ..communication.fp8 import encoded_size
 from ..layout.records import BucketLayout, Layout, ParameterLayout, with_buckets
 from ..optim.quantised import slice_multiple
-from ..optim.splits import choice_of, choose_splits, of_16_bits
+from ..optim.splits import STACK_DIMS, choice_of, choose_splits, of_16_bits
 from ..options import Takes, ZeroOptions
 from ..partition import Split, alignment_of, splits_of
 from .state_sizes import StateSizes
@@ -29,12 +29,16 @@ _ELEMENTS = Takes(
 
 
 class Shape(NamedTuple):
-    """A parameter of a planned run; ``group`` is the index of its param group, or None if it isn't trained."""
+    """A parameter of a planned run; ``group`` is the index of its param group, or None if it isn't trained.
+
+    ``like`` is a meta tensor of its shape and strides.
+    """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     group: int | None
+    like: Tensor
 
 
 class PlannedRun:
@@ -60,8 +64,12 @@ class PlannedRun:
         groups: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         self.options, self.states = options, states
-        self._held = None if groups is None else [p for members in groups for p in members]
         named = [] if isinstance(model, (int, float)) else _named_parameters(model)
+        if groups is None:  # the optimizer may be one over small parameters, which aren't stacks of matrices
+            stacks = [p for _, p in named if p.dim() == STACK_DIMS and p.requires_grad]
+            self._held = [*(p for group in states.optimizer.param_groups for p in group["params"]), *stacks]
+        else:
+            self._held = [p for members in groups for p in members]
         if device is None:
             device = named[0][1].device if named and not named[0][1].is_meta else "cuda"
         try:
@@ -85,7 +93,8 @@ class PlannedRun:
             group_of = {p: 0 for _, p in named}
         forced = self.options.forced_dtype
         return [
-            Shape(name, p.shape, forced or p.dtype, group_of.get(p) if p.requires_grad else None) for name, p in named
+            Shape(name, p.shape, forced or p.dtype, group_of.get(p) if p.requires_grad else None, _meta(p))
+            for name, p in named
         ]
 
     def layout(self, world_size: int) -> Layout:
@@ -102,8 +111,8 @@ class PlannedRun:
         dtypes = of_16_bits(self.options.master_dtype(shape.dtype) for shape in shapes)
         by_group, choices = choose_splits(optimizer, self.options.split, self._held, dtypes), []
         multiple = slice_multiple(optimizer)
-        for name, shape, dtype, group in shapes:
-            at, p = group or 0, torch.empty(shape, dtype=dtype, device="meta")
+        for name, _, dtype, group, like in shapes:
+            at, p = group or 0, like.to(dtype)
             choice = choice_of(optimizer, groups[at], by_group[at], p, name, self.options.cost)
             choices.append(choice._replace(multiple=multiple(p.numel(), world_size)))
         return splits_of(choices, world_size)
@@ -113,10 +122,10 @@ class PlannedRun:
         options, group, dtype = self.options, shape.group or 0, self.options.master_dtype(shape.dtype)
         if not split.numel:
             states = [0] * (group + 1)
-        elif split.owner is None:
+        elif split.is_flat:
             states = self.states.of_slice(dtype, split.slice_size)
         else:
-            states = self.states.of_parameter(dtype, shape.shape)
+            states = self.states.of_parameter(dtype, split.slice_shape(shape.shape))
         of = (shape.name, tuple(shape.shape), shape.dtype, group, tuple(range(world_size)))
         return ParameterLayout(*of, split, options, states[group])
 
@@ -136,13 +145,18 @@ def _named_parameters(model: nn.Module | Iterable[Tensor]) -> list[tuple[str, Te
     return named
 
 
+def _meta(p: Tensor) -> Tensor:
+    return torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+
+
 def _cut(numel: float, bucket_size: int, options: ZeroOptions) -> list[Shape]:
     """Return parameters of ``bucket_size`` elements each, the last maybe smaller, that together have ``numel``."""
     _ELEMENTS("model_or_numel", numel)
     whole, rest = divmod(int(numel), bucket_size)
     sizes = [bucket_size] * whole + [rest] * (rest > 0)
     return [
-        Shape(str(at), torch.Size([size]), options.forced_dtype or torch.float32, 0) for at, size in enumerate(sizes)
+        Shape(str(at), torch.Size([size]), options.forced_dtype or torch.float32, 0, torch.empty(size, device="meta"))
+        for at, size in enumerate(sizes)
     ]
 
 

@@ -14,7 +14,7 @@ from ..checkpoint.saved import SavedCheckpoint
 from ..layout.records import Layout, ParameterLayout
 from ..optim.quantised import is_scale
 from ..options import Communication, ZeroOptions
-from ..partition import BY_ELEMENTS, Choice, Split, splits_of
+from ..partition import BY_ELEMENTS, BY_MATRICES, Choice, Split, splits_of
 from ..state.global_names import Ranks
 from ..state.loading import MASTER
 from .memory import as_dtype
@@ -77,7 +77,13 @@ def _splits(
     """
     saved = [settings["options"]["splits"].get(name, (BY_ELEMENTS, None, 1, ())) for name in names]
     chosen = [
-        Choice(checkpoint.manifest.tensors[name].numel, by, tuple(costs), multiple if as_saved else 1)
+        Choice(
+            (entry := checkpoint.manifest.tensors[name]).numel,
+            by,
+            tuple(costs),
+            multiple if as_saved else 1,
+            tuple(entry.shape) if by == BY_MATRICES and len(entry.shape) == 3 else (),
+        )
         for name, (by, _, multiple, costs) in zip(names, saved, strict=True)
     ]
     return [

@@ -55,8 +55,9 @@ class Slice(NamedTuple):
 
     def row(self) -> Tensor:
         """Return this rank's elements, 1-D, in memory order, on the parameters' device."""
-        flat = self.own if self.record.split.owner is None else flat_in_memory_order(self.own, self.like)
-        return flat.to(self.record.padded.device)
+        record = self.record
+        flat = record.flat_slice(self.own) if record.split.owner is None else flat_in_memory_order(self.own, self.like)
+        return flat.to(record.padded.device)
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return the whole tensor, as a view of all ranks' ``rows`` without padding."""

@@ -71,8 +71,8 @@ def joined(slices: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str
 
 
 def _flat(own: Tensor, of: Tensor) -> Tensor:
-    """Return a slice, or an owner's whole tensor, in memory order."""
-    return own.as_strided((own.numel(),), (1,)) if own.shape == of.shape else own
+    """Return a slice, matrices of a stack or an owner's whole tensor, in memory order."""
+    return own.as_strided((own.numel(),), (1,)) if own.dim() == of.dim() else own
 
 
 def check_sixteen_bits(run: Run, share: float) -> None:
