@@ -1,4 +1,4 @@
-"""The two splits of a parameter over ranks, the choice of owners, and the width of buffer rows.
+"""The splits of a parameter over ranks, the choice of owners, and the width of buffer rows.
 
 ``EvenSplit`` gives each rank a row of every parameter: flat elements, or as many matrices of a stack. ``WholeSplit``
 gives a parameter to one rank. They answer the same questions, so nothing else asks which of the two it has.

@@ -15,6 +15,7 @@ SHAPES = [(3,), (), (1,), (0, 3), (7,), (2, 3), (4,), (2, 2, 2), (16,)]
 CARRIERS = ("messages", "memory", "nccl")
 MOST_CALLS = 12
 BY_PARAMETERS = 0.25  # of the programs
+BY_MATRICES = 0.4  # of these
 OF_FEW_KINDS = 0.5  # of the programs
 FEW_KINDS = 4  # of what comes between backward and step
 OF_OWN_CLASSES = 0.05  # of the programs: the first optimizer is of a class that the package doesn't know, and probes
@@ -94,7 +95,7 @@ OF_A_WEIGHT = (
 
 
 def draw(seed: int, carrier: str | None = None) -> Program:
-    """The program of a seed. In one of four, one rank owns a parameter whole, whatever its optimizer's class.
+    """The program of a seed. In one of four, one rank owns a parameter whole, or as many matrices of a stack.
 
     Half of the programs have few kinds of calls between backward and step, more often each, and backwards among them,
     so that calls come twice and beside each other that would seldom meet in a program of all kinds (swarm testing:
@@ -108,7 +109,7 @@ def draw(seed: int, carrier: str | None = None) -> Program:
         program = replace(program, parts=(own, *program.parts[1:]))
     if Random(f"of {seed}: split").random() >= BY_PARAMETERS:
         return program
-    by = {"split": "parameters"}
+    by = {"split": "matrices" if Random(f"of {seed}: matrices").random() < BY_MATRICES else "parameters"}
     parts = (replace(part, options=tuple(sorted({**part.keywords, **by}.items()))) for part in program.parts)
     return replace(program, parts=tuple(parts))
 

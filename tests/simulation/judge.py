@@ -543,7 +543,8 @@ class Judge:
         sharers = [rank for rank in range(len(self.logs)) if part.key(key[0], rank) == key]
         owners = [rank for rank in sharers if (number, key[0]) in self.logs[rank].slices]
         replicas = 2 if part.part.levels == "inner" else 1
-        expected = replicas if part.part.by_parameters else len(sharers)
+        is_owned = part.part.by_parameters and not part.part.is_cut(key[0], len(sharers) // replicas)
+        expected = replicas if is_owned else len(sharers)
         if len(owners) != expected:
             raise Failure("wrong numbers", f"model {number}, w{key[0]}: expected {expected} owners, found {owners}")
         first: dict[int, dict[str, Tensor]] = {}  # by where a slice starts, that of its first owner

@@ -24,7 +24,7 @@ class OwnSGD(torch.optim.SGD):
 
 
 class Normalized(torch.optim.Optimizer):
-    """Momentum of gradients that are divided by their norms: each parameter is stepped by itself, and whole."""
+    """Momentum of gradients divided by norms: of each parameter, which is stepped whole, or each matrix of a stack."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -36,7 +36,8 @@ class Normalized(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     average = self.state[p].setdefault("average", torch.zeros_like(p))
-                    average.mul_(0.5).add_(p.grad / (p.grad.norm() + 1.0))
+                    norm = p.grad.norm(dim=(1, 2) if p.dim() == 3 else None, keepdim=True)
+                    average.mul_(0.5).add_(p.grad / (norm + 1.0))
                     p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(average, alpha=group["lr"])
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lowlevel_zero.optim import splits
 
-_KEPT = ("probe_elements", "probe_parameters", "writes_without_gradients")
+_KEPT = ("probe_elements", "probe_matrices", "probe_parameters", "writes_without_gradients")
 
 
 @contextmanager

@@ -69,8 +69,14 @@ class Part:
 
     @property
     def by_parameters(self) -> bool:
-        """Whether one rank owns each weight whole."""
-        return self.keywords.get("split") == "parameters" or self.optimizer == "normalized"
+        """Whether one rank owns each weight whole, but for stacks that are cut."""
+        return "split" in self.keywords or self.optimizer == "normalized"
+
+    def is_cut(self, at: int, ranks: int) -> bool:
+        """Whether each of the ranks that share a weight has as many of its matrices."""
+        weight = self.weights[at]
+        by_matrices = self.keywords.get("split", "matrices") == "matrices" and self.by_parameters
+        return by_matrices and len(weight.shape) == 3 and not weight.transposed and weight.shape[0] % ranks == 0
 
     @property
     def half(self) -> bool:
