@@ -161,8 +161,8 @@ def choose_splits(
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
     check_no_list_of_its_own(optimizer, parameters)  # a probe would find what depends on it, and not tell why
     found = _found(optimizer, listed, parameters, dtypes) if None in asked else ""
-    asks = BY_MATRICES in asked and not is_elementwise(optimizer)
-    apart = probe_matrices(optimizer, _stacks(parameters)) if asks else None
+    stacks = _stacks(parameters) if BY_MATRICES in asked and not is_elementwise(optimizer) else []
+    apart = probe_matrices(optimizer, stacks) if stacks else None
     if apart is not None:
         raise TypeError(
             f"split={BY_MATRICES!r}: expected an optimizer that steps each matrix of a stack by itself, got "
