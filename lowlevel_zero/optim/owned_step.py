@@ -22,7 +22,8 @@ class OwnedStep:
 
     Names that a group has of its parameters become those of what it holds then. Some classes fail on a param group that
     is empty, or has no gradient, as where its parameters are frozen or other ranks own them. They are given a small
-    parameter in it, which is dropped afterwards with its state, so that a group's settings change as on other ranks.
+    parameter in it, which is dropped afterwards with its state, so that a group's settings change as on other ranks. So
+    are classes that can't be tried, where other ranks own parameters.
     """
 
     def __init__(self, optim: Optimizer, parameters: ParameterStore) -> None:
@@ -58,21 +59,28 @@ class OwnedStep:
         own = group["params"] = [p32 for p32 in held if p32 not in others]
         stand_ins: dict[Tensor, Tensor] = {}
         absent = [others[p32].p for p32 in held if p32 in others] if held else members
-        unused = all(p32.grad is None for p32 in own)
-        if absent and unused and method == "step" and self._fails(not own):
-            smallest = min(absent, key=Tensor.numel)
-            stand_ins = {smallest: self._stand_in(smallest)}
-            own += stand_ins.values()
+        if absent and method == "step" and all(p32.grad is None for p32 in own):
+            used = [p for p in absent if self._is_used(p)]
+            wanted = used or (absent if not own else ())  # without gradients, those that are there do
+            if wanted and self._fails(not own, bool(held)):
+                smallest = min(wanted, key=Tensor.numel)
+                stand_ins = {smallest: self._stand_in(smallest)}
+                own += stand_ins.values()
         if _NAMES in group and len(group[_NAMES]) == len(members):
             slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_ins
             names = {slices.get(p): name for p, name in zip(members, group[_NAMES], strict=True)}
             group[_NAMES] = [names[p32] for p32 in own]
         return [*stand_ins.values()]
 
+    def _is_used(self, p: Tensor) -> bool:
+        """Return whether a rank has a gradient for ``p`` in this step, whoever owns it."""
+        record = self._parameters.find(p)
+        return record is not None and record.worked
+
     def _stand_in(self, p: Tensor) -> Tensor:
-        """Return a new parameter of ones in ``p``'s shape, to fill a group; with a gradient unless ``p`` is frozen."""
+        """Return a new parameter of ones in ``p``'s shape, to fill a group; with a gradient if a rank has one."""
         record = self._parameters.find(p)
         own = torch.nn.Parameter((p if record is None else record.p32).new_ones(p.shape))
-        if record is not None:
+        if self._is_used(p):
             own.grad = torch.linspace(1, 2, own.numel(), dtype=own.dtype, device=own.device).view(own.shape)
         return own

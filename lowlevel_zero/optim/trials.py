@@ -106,10 +106,10 @@ def missing_in(
     return None
 
 
-def fails_without_gradients(optimizer: Optimizer, empty: bool) -> bool:
+def fails_without_gradients(optimizer: Optimizer, empty: bool, untried: bool) -> bool:
     """Return whether a fresh optimizer fails on groups without gradients, or sets them otherwise than with gradients.
 
-    The groups are ``empty``, or have a parameter each. False if no optimizer can be made.
+    The groups are ``empty``, or have a parameter each. ``untried`` is the result if no optimizer can be made.
     """
     with suppress(NoProbe), undisturbed():
         params: list[Tensor] = [torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu")) for _ in optimizer.param_groups]
@@ -121,7 +121,7 @@ def fails_without_gradients(optimizer: Optimizer, empty: bool) -> bool:
             step(filled, params, map(torch.ones_like, params))
             return unlike_settings(filled, other) is not None
         return True
-    return False
+    return untried
 
 
 def writes_without_gradients(optimizer: Optimizer) -> bool:

@@ -470,6 +470,22 @@ class Stacking(torch.optim.SGD):
                 p.sub_(p.grad / norm, alpha=0.1)
 
 
+class OfGroupsOfItsOwn(torch.optim.Optimizer):
+    """Makes a group of each parameter, so no trial can make one; stacks norms, and counts a group's steps that step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{"params": [p], "steps": 0, "dims": p.dim()} for p in params], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = torch.stack([p.norm() for p in group["params"]]).norm()
+            used = [p for p in group["params"] if p.grad is not None]
+            group["steps"] += len(used)
+            for p in used:
+                p.sub_(norm / group["steps"] * p.grad, alpha=group["lr"])
+
+
 def loss_of_all(model: Any, step: int, rank: int) -> torch.Tensor:
     return torch.stack([(p.sin() * (rank + step + 1)).sum() for p in model.parameters()]).sum()
 
@@ -509,6 +525,7 @@ class Alike(NamedTuple):
     split: str = "parameters"
     world_size: int = 2
     clip: float = 0.0
+    options: dict[str, Any] = {}
 
 
 ALIKE = {
@@ -522,6 +539,9 @@ ALIKE = {
     ),
     "a class that fails without gradients is given one where others have some": Alike(
         with_names, Stacking, [(4, 4), (4, 4)], loss_of_one_layer
+    ),
+    "a class that can't be tried is given one, with a gradient where others have some": Alike(
+        of_one_group, OfGroupsOfItsOwn, [(5, 3), (2, 3)], loss_of_one_layer, options={"split": "parameters"}
     ),
     "steps without any gradient count": Alike(of_one_group, Counting, [(5, 3)], loss_at_times),
     "steps without any gradient count where it clips": Alike(of_one_group, Counting, [(5, 3)], loss_at_times, clip=1e6),
@@ -537,12 +557,14 @@ def test_ranks_train_alike(world_size: int, subtests: pytest.Subtests) -> None:
 
 
 def train_alike(rank: int, world_size: int, case: str) -> None:
-    make, cls, layers, loss, split, _, clip = ALIKE[case]
+    make, cls, layers, loss, split, _, clip, more = ALIKE[case]
 
     def model() -> torch.nn.Module:
         return torch.nn.Sequential(*(torch.nn.Linear(*sizes, bias=False) for sizes in layers))
 
-    found = assert_trains_alike(lambda each: make(cls, each), model, tolerance=0, loss=loss, clip_grad_norm=clip)
+    found = assert_trains_alike(
+        lambda each: make(cls, each), model, tolerance=0, loss=loss, clip_grad_norm=clip, **more
+    )
     assert {*found.splits} == {split}
     assert cls is not NeverEmpty or sum(size > 0 for size in found.states) <= 3
 
