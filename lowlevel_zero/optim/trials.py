@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from inspect import getclosurevars
+from itertools import chain
+from numbers import Number
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .twins import NoProbe, Options, fresh, kinds_to_try, own_options, twin, unlike_settings, with_one_each
 
@@ -107,21 +110,42 @@ def missing_in(
 
 
 def fails_without_gradients(optimizer: Optimizer, empty: bool, untried: bool) -> bool:
-    """Return whether a fresh optimizer fails on groups without gradients, or sets them otherwise than with gradients.
+    """Return whether a fresh optimizer fails on groups without gradients, or counts otherwise than with gradients.
 
-    The groups are ``empty``, or have a parameter each. ``untried`` is the result if no optimizer can be made.
+    The groups are ``empty``, or have a parameter each. Settings of groups and numbers of the optimizer's own are
+    compared, but for those that depend on how many parameters a group has. ``untried`` is the result if no optimizer
+    can be made.
     """
     with suppress(NoProbe), undisturbed():
-        params: list[Tensor] = [torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu")) for _ in optimizer.param_groups]
-        filled, other = (with_one_each(optimizer, params) for _ in range(2))
+        options = [own_options(group) for group in optimizer.param_groups]
+        # One parameter a group, also without gradients, and then two.
+        members = [[[_ones() for _ in range(count)] for _ in options] for count in (1, 1, 2)]
+        other, filled, fuller = (fresh(optimizer, options, each) for each in members)
         for group in other.param_groups if empty else ():
             group["params"] = []
         with suppress(Exception):  # whatever the class raises
             other.step()
-            step(filled, params, map(torch.ones_like, params))
-            return unlike_settings(filled, other) is not None
+            for each, of in ((filled, members[1]), (fuller, members[2])):
+                params = [*chain.from_iterable(of)]
+                step(each, params, map(torch.ones_like, params))
+            lacking, found, more = map(_own_numbers, (other, filled, fuller))
+            counts = {name: number for name, number in found.items() if number == more.get(name)}
+            differ = any(lacking.get(name) != number for name, number in counts.items())
+            return differ or unlike_settings(filled, other) is not None
         return True
     return untried
+
+
+def _ones() -> Tensor:
+    return torch.nn.Parameter(torch.ones(LARGE[:2], device="cpu"))
+
+
+def _own_numbers(optimizer: Optimizer) -> dict[str, list[str]]:
+    """Return the ``repr`` of each number in attributes and states of no parameter, by name."""
+    states = {str(key): value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")}
+    leaves = {name: tree_leaves(value) for name, value in {**own, **states}.items()}
+    return {name: [repr(each) for each in of if isinstance(each, Number)] for name, of in leaves.items()}
 
 
 def writes_without_gradients(optimizer: Optimizer) -> bool:

@@ -130,6 +130,33 @@ class CountingByItself(Rule):
         self.count = state_dict["count"]
 
 
+class CountingGroups(CountingByItself):
+    """Counts the steps of each group that has parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.count: Any = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for at, group in enumerate(self.param_groups):
+            if group["params"]:
+                self.count[at] = self.count.get(at, 0) + 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=group["lr"] / self.count[at])
+
+
+class CountingUses(CountingGroups):
+    """Counts the steps that have gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        used = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.count[0] = self.count.get(0, 0) + bool(used)
+        for p in used:
+            p.sub_(p.grad, alpha=0.05 / self.count[0])
+
+
 class Box:
     """Holds a momentum."""
 
@@ -535,16 +562,23 @@ def test_a_scheduler_and_a_compiler_leave_a_known_class_known() -> None:
 
 def count_of(optimizer: Any) -> int:
     state_dict = optimizer.state_dict()
-    return state_dict["count"] if "count" in state_dict else state_dict["state"]["count"]
+    found = state_dict["count"] if "count" in state_dict else state_dict["state"]["count"]
+    return min(found.get(at, 0) for at in range(len(optimizer.param_groups))) if isinstance(found, dict) else found
 
 
-COUNTING = {Counting: "elements", CountingNorms: "parameters", CountingByItself: "elements"}
+COUNTING = {
+    Counting: "elements",
+    CountingNorms: "parameters",
+    CountingByItself: "elements",
+    CountingGroups: "parameters",
+}
 
 
 def test_a_count_goes_on_at_another_number_of_ranks(tmp_path: Path, subtests: pytest.Subtests) -> None:
     def work(rank: int, world_size: int, cls: type[Rule], steps: range) -> tuple[int, Tensor]:
         model = nn.Linear(4, 3)
-        optimizer = LowLevelZeroOptimizer(cls(model.parameters()), model=model, split=COUNTING[cls])
+        groups = [{"params": [p]} for p in model.parameters()]
+        optimizer = LowLevelZeroOptimizer(cls(groups), model=model, split=COUNTING[cls])
         if steps.start:
             load_checkpoint(tmp_path / cls.__name__, model, optimizer)
         for _ in steps:
@@ -582,6 +616,20 @@ def test_a_count_goes_to_plain_torch_and_back(rank: int, cls: type[Rule]) -> Non
     optimizer.load_state_dict(plain.state_dict())
     assert count_of(optimizer) == 7
     assert cls is CountingByItself or optimizer.state["count"] == 7
+
+
+@on_ranks(2)
+def test_a_count_of_steps_with_gradients_goes_on_where_a_rank_s_own_have_none(rank: int) -> None:
+    """In each step one of two layers is used, each of another rank."""
+
+    def loss(model: Any, step: int, rank: int) -> Tensor:
+        total: Tensor = model[step % 3 > 0].weight.sin().sum()
+        return total
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+    assert_trains_alike(over_parameters(CountingUses), model, 7, tolerance=0, loss=loss, split="parameters")
 
 
 class AveragingByItself(Rule):
