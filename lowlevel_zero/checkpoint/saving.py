@@ -23,6 +23,7 @@ from ..optimizer import LowLevelZeroOptimizer
 from ..options import Takes
 from ..partition import BY_ELEMENTS
 from ..state.global_names import from_all_ranks
+from ..state.loading import STATES, lines_of_others
 from ..streams import streams_of
 from .background import Background
 from .contents import Contents
@@ -87,7 +88,7 @@ def save_checkpoint(
     Raises:
         TypeError: what isn't a model, an optimizer or a number, or can't be read by ``torch.load(weights_only=True)``.
         ValueError: a bad ``keep``, parameters that aren't the model's or that two optimizers train, ranks that differ
-            in their arguments.
+            in their arguments, or in what the optimizer's class adds to its state dict.
         FileExistsError, NotADirectoryError: something is at ``path``.
         RuntimeError: another rank's error, weights that some ranks alone have written since the last step, or files
             that could not be written, now or by the asynchronous save before; the message has the reason.
@@ -110,7 +111,7 @@ def save_checkpoint(
     for each in optimizers.values() if lines.marked else ():
         each.guard.refuse_uneven(doing, each.sharded_groups)
     contents.meet(doing, exclude_frozen)
-    with together(group, doing) as lines:
+    with together(group, doing, STATES) as lines:
         share = _prepare(contents, schedulers, extra, rank_state, saving if async_save else None, lines)
     _tell_untrained(contents)
     runs, serial = run_of(group, optimizers)
@@ -188,6 +189,7 @@ def _prepare(
     objects = Objects(settings, contents.extra_states, extra)
     content = objects.to_bytes()
     share = contents.share()
+    lines += [line for each in contents.optimizers.values() for line in lines_of_others(each.optim)]
     lines += [f"{name_of(each.path)} {each.dtype} {each.shape}" for each in share.plan if each.path[0] == "optim"]
     if rank_state is not None:
         share.files[RANK_STATE.format(rank)] = packed(rank_state, "rank_state")

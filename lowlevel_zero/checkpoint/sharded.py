@@ -23,7 +23,16 @@ from ..communication.shard_group import ShardGroup
 from ..construction.sharding import distinct
 from ..optimizer import LowLevelZeroOptimizer
 from ..state.global_names import global_names
-from ..state.loading import FP8, MASTER, all_or_nothing, restore_masters, takes_master, warn_of_lost_states
+from ..state.loading import (
+    FP8,
+    MASTER,
+    STATES,
+    all_or_nothing,
+    lines_of_others,
+    restore_masters,
+    takes_master,
+    warn_of_lost_states,
+)
 from ..state.nested import State
 from .objects import packed, unpacked
 from .optimizers import has_written
@@ -66,12 +75,14 @@ class Sharded(Stateful):
 
         Raises (on all ranks):
             TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
-            ValueError: a state's name has a dot in it, or the model has another parameter of a trained one's name.
+            ValueError: a state's name has a dot in it, the model has another parameter of a trained one's name, or the
+                optimizer's class adds other numbers to its state dict on some ranks.
             RuntimeError: some ranks alone have written weights since the last step.
         """
         _share_buffers(self.optimizer)
         sharded = _state_of(self.optimizer)
-        with together(self.optimizer.shard_group, _GIVE):
+        with together(self.optimizer.shard_group, _GIVE, STATES) as lines:
+            lines += lines_of_others(self.optimizer.optim)
             fp8 = self.optimizer.options.communication.fp8
             settings = {**sharded.settings(), "present": sharded.present, FP8: fp8}
             groups = settings.pop("param_groups")

@@ -6,16 +6,18 @@ import copy
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from numbers import Number
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from ..bookkeeping.parameter_store import ParameterStore
 from ..bookkeeping.sharded_parameter import ShardedParameter
-from ..communication.agreement import together
+from ..communication.agreement import Alike, together
 from ..communication.shard_group import ShardGroup
 from ..optim.quantised import block_size, quantised_state
 from ..optim.trials import missing_in
@@ -36,6 +38,11 @@ OTHERS = "others"  # states of no parameter
 ADDED = "lowlevel_zero.added"
 CLASS = "class"  # the name of the wrapped optimizer's
 
+STATES = Alike(
+    "the same states of the optimizer",
+    "let a hook that adds some do so on every rank, and a class count the same whatever a rank owns, or keep them "
+    "somewhere else",
+)
 _SAME_CLASS = "build the optimizer that was saved, or load the model alone"
 
 
@@ -72,6 +79,25 @@ def states_of_no_parameter(optim: Optimizer) -> State:
                 "which each rank may have a slice: keep them in its state, by parameter"
             )
     return {**others, **({ADDED: added} if added else {})}
+
+
+def lines_of_others(optim: Optimizer) -> list[str]:
+    """Return a line for each number in states of no parameter, for the ranks to compare: the first rank's are saved."""
+    others = states_of_no_parameter(optim)
+    held = {key: value for key, value in others.items() if key != ADDED}
+    named = (("state", held), (f"{type(optim).__name__}.state_dict()", others.get(ADDED, {})))
+    return sorted(
+        f"{name}{keystr(path)}: {_told(leaf)}"
+        for name, entries in named
+        for path, leaf in tree_flatten_with_path(entries)[0]
+    )
+
+
+def _told(leaf: object) -> str:
+    """Return a number as text, of whatever device, or else a type: text may name an expert, and objects an address."""
+    if isinstance(leaf, Tensor):
+        return repr(leaf.tolist())
+    return repr(leaf) if isinstance(leaf, (Number, NoneType)) else type(leaf).__name__
 
 
 def added_to(state_dict: Mapping[str, Any]) -> State:

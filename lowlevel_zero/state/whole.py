@@ -31,9 +31,11 @@ from .loading import (
     FP8,
     MASTER,
     PLANS,
+    STATES,
     added_to,
     all_or_nothing,
     check_class,
+    lines_of_others,
     load_slices,
     restore_masters,
     states_of_no_parameter,
@@ -43,9 +45,6 @@ from .nested import State
 from .values import Slice, is_slice, slice_state, told_by_owner, told_states, whole_slices
 
 _GIVE, _DOING = "give its state dict", "load a state dict"
-_STATES = Alike(
-    "the same states of the optimizer", "let a hook that adds some do so on every rank, or keep them somewhere else"
-)
 _SAVED = Alike(
     "the same state dict", "load the same file on every rank, whole (saved without only_on_master elsewhere)"
 )
@@ -106,8 +105,10 @@ class WholeState(NamedTuple):
         """
         optim, parameters = self.optim, self.parameters
         states: dict[ShardedParameter, State] = {}
-        with together(parameters.shard_groups[0], _GIVE):  # ranks of one group don't know what came of another's
+        with together(parameters.shard_groups[0], _GIVE, STATES) as lines:
+            # Ranks of one group don't know what came of another's.
             run_each(partial(self._find_states, number, states) for number in range(len(parameters.shard_groups)))
+            lines += lines_of_others(optim)
         places = _places(parameters)
         piece: dict[int, State] = {}
         held = 0.0
@@ -130,7 +131,7 @@ class WholeState(NamedTuple):
     def _find_states(self, number: int, states: dict[ShardedParameter, State]) -> None:
         """Add the states of one shard group's parameters to ``states``; raise where ranks differ. Communicates."""
         records, group = self.parameters.by_shard_group[number], self.parameters.shard_groups[number]
-        with together(group, _GIVE, _STATES) as lines:
+        with together(group, _GIVE, STATES) as lines:
             held = {record: flat_state(self.optim, self.optim.state.get(record.p32, {})) for record in records}
             own = {record: with_master(state, record) for record, state in held.items()}
             told = told_by_owner(own, group.rank)

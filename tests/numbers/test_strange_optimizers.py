@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint import Sharded, load_checkpoint, save_checkpoint
 from lowlevel_zero.optim.splits import choose_splits, may_write_unused
 from lowlevel_zero.testing import assert_trains_alike
 from tests.support.on_ranks import on_ranks
@@ -155,6 +155,16 @@ class CountingUses(CountingGroups):
         self.count[0] = self.count.get(0, 0) + bool(used)
         for p in used:
             p.sub_(p.grad, alpha=0.05 / self.count[0])
+
+
+class CountingParameters(CountingByItself):
+    """Counts the steps of all parameters together, of which each rank steps others."""
+
+    def begin(self) -> None:
+        self.count += sum(len(group["params"]) for group in self.param_groups)
+
+    def update(self, p: Tensor, gradient: Tensor, state: Any) -> Tensor:
+        return normalised(gradient)
 
 
 class Box:
@@ -630,6 +640,24 @@ def test_a_count_of_steps_with_gradients_goes_on_where_a_rank_s_own_have_none(ra
         return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
 
     assert_trains_alike(over_parameters(CountingUses), model, 7, tolerance=0, loss=loss, split="parameters")
+
+
+@on_ranks(2, ["state_dict", "save_checkpoint", "Sharded"])
+def test_a_count_that_differs_between_ranks_is_refused_by_name_when_it_is_saved(
+    rank: int, by: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 3)
+    model.more = nn.Parameter(torch.ones(2))
+    optimizer = LowLevelZeroOptimizer(CountingParameters(model.parameters()), model=model, split="parameters")
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    save = {
+        "state_dict": optimizer.state_dict,
+        "save_checkpoint": partial(save_checkpoint, tmp_path / "run", model, optimizer),
+        "Sharded": Sharded(optimizer).state_dict,
+    }[by]
+    with pytest.raises(ValueError, match=r"CountingParameters.state_dict\(\)\['count'\]: 1» where rank 1 has .*: 2»"):
+        save()
 
 
 class AveragingByItself(Rule):
