@@ -42,8 +42,11 @@ class OwnedStep:
         stand_ins: list[Tensor] = []
         try:
             if others or self._parameters.frozen:
-                for group, members in zip(groups, self._parameters.groups, strict=True):
-                    stand_ins += self._leave_own(group, members, others, method)
+                pairs = zip(groups, self._parameters.groups, strict=True)
+                # All before any is emptied: a class is tried with the groups that it has between steps.
+                own = [self._own(group, members, others, method, stand_ins) for group, members in pairs]
+                for group, some in zip(groups, own, strict=True):
+                    group.update(some)
             getattr(self._optim, method)()
         finally:
             for group, held in zip(groups, whole, strict=True):
@@ -51,26 +54,35 @@ class OwnedStep:
             for each in stand_ins:
                 self._optim.state.pop(each, None)
 
-    def _leave_own(
-        self, group: dict[str, Any], members: Sequence[Tensor], others: Mapping[Tensor, ShardedParameter], method: str
-    ) -> list[Tensor]:
-        """Leave only this rank's slices in ``group``, and a stand-in if a step would fail; return the stand-ins."""
+    def _own(
+        self,
+        group: Mapping[str, Any],
+        members: Sequence[Tensor],
+        others: Mapping[Tensor, ShardedParameter],
+        method: str,
+        stand_ins: list[Tensor],
+    ) -> dict[str, Any]:
+        """Return this rank's slices of a group, and a stand-in if a step would fail, with names as the group has them.
+
+        The stand-in is added to ``stand_ins``.
+        """
         held = group["params"]
-        own = group["params"] = [p32 for p32 in held if p32 not in others]
-        stand_ins: dict[Tensor, Tensor] = {}
+        own = [p32 for p32 in held if p32 not in others]
+        stand_in: dict[Tensor, Tensor] = {}
         absent = [others[p32].p for p32 in held if p32 in others] if held else members
         if absent and method == "step" and all(p32.grad is None for p32 in own):
             used = [p for p in absent if self._is_used(p)]
             wanted = used or (absent if not own else ())  # without gradients, those that are there do
             if wanted and self._fails(not own, bool(held)):
                 smallest = min(wanted, key=Tensor.numel)
-                stand_ins = {smallest: self._stand_in(smallest)}
-                own += stand_ins.values()
-        if _NAMES in group and len(group[_NAMES]) == len(members):
-            slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_ins
-            names = {slices.get(p): name for p, name in zip(members, group[_NAMES], strict=True)}
-            group[_NAMES] = [names[p32] for p32 in own]
-        return [*stand_ins.values()]
+                stand_in = {smallest: self._stand_in(smallest)}
+                own += stand_in.values()
+                stand_ins += stand_in.values()
+        if _NAMES not in group or len(group[_NAMES]) != len(members):
+            return {"params": own}
+        slices = {record.p: record.p32 for record in map(self._parameters.find, held) if record} | stand_in
+        names = {slices.get(p): name for p, name in zip(members, group[_NAMES], strict=True)}
+        return {"params": own, _NAMES: [names[p32] for p32 in own]}
 
     def _is_used(self, p: Tensor) -> bool:
         """Return whether a rank has a gradient for ``p`` in this step, whoever owns it."""

@@ -439,6 +439,14 @@ class Counting(Careless):
                 p.data.sub_(group["lr"] / group["steps"] * p.grad / p.grad.norm())
 
 
+class CountingWhereItHasSome(Counting):
+    """The same, but it skips steps in which a group is empty."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if all(group["params"] for group in self.param_groups):
+            super().step(closure)
+
+
 class NeverEmpty(Counting):
     """Looks at the first parameter of each group, and counts the steps of groups."""
 
@@ -544,6 +552,7 @@ ALIKE = {
     "a class that can't be tried is given one, with a gradient where others have some": Alike(
         of_one_group, OfGroupsOfItsOwn, [(5, 3), (2, 3)], loss_of_one_layer, options={"split": "parameters"}
     ),
+    "steps count on a rank that owns nothing": Alike(of_one_group, CountingWhereItHasSome, [(5, 3)], loss_of_all),
     "steps without any gradient count": Alike(of_one_group, Counting, [(5, 3)], loss_at_times),
     "steps without any gradient count where it clips": Alike(of_one_group, Counting, [(5, 3)], loss_at_times, clip=1e6),
 }
