@@ -57,7 +57,8 @@ def assert_trains_alike(
 ) -> Alike:
     """Train over several ranks and in one process; raise ``AssertionError`` if parameters differ by over ``tolerance``.
 
-    The reference is a plain optimizer in one process, on the sum of the ranks' gradients. In some steps some ranks, or
+    The reference is a plain optimizer in one process, on the mean of the ranks' gradients, clipped to the option
+    ``clip_grad_norm``. In some steps some ranks, or
     all, leave parameters out. Half of the way state dict and weights go to a new optimizer and model, of the reference
     too: what a class leaves out of its own state dict is lost on both sides.
 
@@ -144,7 +145,7 @@ def _compare(
             sent += sum(traffic_of(sharded.optimizer).values())
             sharded = _resumed(sharded, _sharded(make_optimizer, make_model, options))
             plain = _resumed(plain, _made(make_optimizer, make_model))
-        _step_alone(plain, [loss(plain.model, step, of) for of in range(ranks)])
+        _step_alone(plain, [loss(plain.model, step, of) for of in range(ranks)], options.get("clip_grad_norm", 0.0))
         sharded.optimizer.backward(loss(sharded.model, step, rank))
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
@@ -176,8 +177,8 @@ def _split_of(optimizer: LowLevelZeroOptimizer, group: int) -> str:
     return "elements" if None in owners or not owners else "parameters"
 
 
-def _step_alone(trained: _Trained, losses: Sequence[Tensor]) -> None:
-    """Step the plain optimizer by the mean of all ranks' gradients, summed in the order of the ranks."""
+def _step_alone(trained: _Trained, losses: Sequence[Tensor], max_norm: float) -> None:
+    """Step the plain optimizer by the mean of all ranks' gradients, summed in the order of the ranks and clipped."""
     sums: dict[nn.Parameter, Tensor] = {}
     for each in losses:
         if each.requires_grad:
@@ -188,6 +189,8 @@ def _step_alone(trained: _Trained, losses: Sequence[Tensor]) -> None:
             p.grad = None
     for p, total in sums.items():
         p.grad = total / len(losses)
+    if max_norm > 0:
+        nn.utils.clip_grad_norm_(trained.model.parameters(), max_norm)
     trained.optimizer.step()
     trained.optimizer.zero_grad()
 

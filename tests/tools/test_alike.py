@@ -58,6 +58,16 @@ def test_ranks_that_are_there_take_part() -> None:
     assert difference < 1e-5
 
 
+def test_the_reference_clips_too() -> None:
+    """A step of SGD follows the norm that is left; what a rank steps alone would have a norm of its own."""
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    for make in (sgd, adafactor):
+        assert assert_trains_alike(make, Net, clip_grad_norm=0.1, stage=2).difference < 1e-5
+
+
 class Drifting(torch.optim.SGD):
     """Steps by the mean over all parameters that it has, which a rank doesn't."""
 
