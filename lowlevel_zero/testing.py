@@ -62,6 +62,9 @@ def assert_trains_alike(
     all, leave parameters out. Half of the way state dict and weights go to a new optimizer and model, of the reference
     too: what a class leaves out of its own state dict is lost on both sides.
 
+    Of bf16 parameters it steps fp32 copies, as the ranks do unless ``master_weights=False``. What the ranks have then
+    may differ from these copies by the rounding to bf16.
+
     All ranks of the default process group take part where there is one, or where torchrun has started them. Otherwise
     processes are forked for it, on the CPU. Sums of two fp32 gradients have the bits of one process's.
 
@@ -76,7 +79,8 @@ def assert_trains_alike(
 
     Raises:
         AssertionError: a parameter differs by more, or differs between ranks.
-        TypeError, ValueError: the optimizer is refused, or ``steps`` is less than 1.
+        TypeError, ValueError: the optimizer is refused, ``steps`` is less than 1, or there are fp16 parameters, whose
+            loss scale no plain optimizer has.
     """
     if steps < 1:
         raise ValueError(f"steps: expected at least 1, got {steps}: without a step nothing is compared")
@@ -109,18 +113,38 @@ def random_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 class _Trained(NamedTuple):
+    """A model with an optimizer over the parameters of ``stepped``: the model itself, or one with fp32 copies."""
+
     model: nn.Module
     optimizer: Any
+    stepped: nn.Module
 
 
-def _made(make_optimizer: MakeOptimizer, make_model: MakeModel) -> _Trained:
-    """Make a model and its optimizer from a fixed seed, and put the optimizer in training mode."""
+def _made(make_optimizer: MakeOptimizer, make_model: MakeModel, copies: bool = False) -> _Trained:
+    """Make a model and its optimizer from a fixed seed, and put the optimizer in training mode.
+
+    ``copies``: the optimizer steps fp32 copies of 16-bit parameters.
+
+    Raises:
+        ValueError: the model has trainable fp16 parameters.
+    """
     torch.manual_seed(0)
-    model = make_model()
-    optimizer = make_optimizer(model)
+    model = stepped = make_model()
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype == torch.float16:
+            raise ValueError(
+                f"{name}: expected fp32, fp64 or bf16 parameters, got fp16: its loss scale skips steps, which plain "
+                "training doesn't, so try the optimizer with model.bfloat16() or model.float()"
+            )
+    if copies and any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters()):
+        torch.manual_seed(0)
+        stepped = make_model()
+        for p in stepped.parameters():
+            p.data = p.data.to(torch.promote_types(p.dtype, torch.float32))
+    optimizer = make_optimizer(stepped)
     if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones step in that mode alone
         train()
-    return _Trained(model, optimizer)
+    return _Trained(model, optimizer, stepped)
 
 
 def _compare(
@@ -137,21 +161,22 @@ def _compare(
         AssertionError: by more than the ``tolerance``.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    plain, sharded = _made(make_optimizer, make_model), _sharded(make_optimizer, make_model, options)
-    start = [p.detach().clone() for p in plain.model.parameters()]
+    make_plain = partial(_made, make_optimizer, make_model, options.get("master_weights", True))
+    plain, sharded = make_plain(), _sharded(make_optimizer, make_model, options)
+    start = [p.detach().clone() for p in plain.stepped.parameters()]
     sent = 0
     for step in range(steps):
         if step == steps // 2:
             sent += sum(traffic_of(sharded.optimizer).values())
             sharded = _resumed(sharded, _sharded(make_optimizer, make_model, options))
-            plain = _resumed(plain, _made(make_optimizer, make_model))
+            plain = _resumed(plain, make_plain())
         _step_alone(plain, [loss(plain.model, step, of) for of in range(ranks)], options.get("clip_grad_norm", 0.0))
         sharded.optimizer.backward(loss(sharded.model, step, rank))
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
     sent += sum(traffic_of(sharded.optimizer).values())
     sharded.optimizer.verify()
-    difference, where = _difference(start, plain.model, sharded.model)
+    difference, where = _difference(start, plain.stepped, sharded.model)
     of_ranks: list[Any] = [None] * ranks
     dist.all_gather_object(of_ranks, (memory_held(sharded.optimizer).states, sent, difference, where))
     states, sents, differences, names = zip(*of_ranks, strict=True)
@@ -168,8 +193,8 @@ def _compare(
 
 
 def _sharded(make_optimizer: MakeOptimizer, make_model: MakeModel, options: dict[str, Any]) -> _Trained:
-    model, optimizer = _made(make_optimizer, make_model)
-    return _Trained(model, LowLevelZeroOptimizer(optimizer, model=model, **options))
+    model, optimizer, _ = _made(make_optimizer, make_model)
+    return _Trained(model, LowLevelZeroOptimizer(optimizer, model=model, **options), model)
 
 
 def _split_of(optimizer: LowLevelZeroOptimizer, group: int) -> str:
@@ -187,29 +212,39 @@ def _step_alone(trained: _Trained, losses: Sequence[Tensor], max_norm: float) ->
             if p.grad is not None:
                 sums[p] = sums[p] + p.grad if p in sums else p.grad
             p.grad = None
-    for p, total in sums.items():
-        p.grad = total / len(losses)
+    both = list(zip(trained.model.parameters(), trained.stepped.parameters(), strict=True))
+    for p, stepped in both:
+        if p in sums:
+            stepped.grad = sums[p].to(stepped.dtype) / len(losses)
     if max_norm > 0:
-        nn.utils.clip_grad_norm_(trained.model.parameters(), max_norm)
+        nn.utils.clip_grad_norm_(trained.stepped.parameters(), max_norm)
     trained.optimizer.step()
     trained.optimizer.zero_grad()
+    for p, stepped in both:
+        if p is not stepped:
+            p.detach().copy_(stepped)
 
 
 def _resumed(former: _Trained, new: _Trained) -> _Trained:
     """Load the weights and the state of ``former`` into ``new``, and return ``new``. Communicates if it is sharded."""
-    new.model.load_state_dict({name: value.clone() for name, value in former.model.state_dict().items()})
+    for ours, theirs in ((new.model, former.model), (new.stepped, former.stepped)):
+        ours.load_state_dict({name: value.clone() for name, value in theirs.state_dict().items()})
     new.optimizer.load_state_dict(former.optimizer.state_dict())
     return new
 
 
 def _difference(start: Sequence[Tensor], plain: nn.Module, sharded: nn.Module) -> tuple[float, str]:
-    """Return the largest difference of an element, as a share of its parameter's movement, and where it is."""
+    """Return the largest difference of an element, as a share of its parameter's movement, and where it is.
+
+    Where ranks have fewer bits than ``plain``, what a rounding to them explains is no difference.
+    """
     worst, where = 0.0, ""
     both = zip(start, plain.named_parameters(), sharded.parameters(), strict=True)
     for before, (name, expected), got in both:
         if expected.numel():
             way = float((expected.detach() - before).abs().max())
-            gap = float((expected.detach() - got.detach()).abs().max())
+            rounding = 0.0 if got.dtype == expected.dtype else torch.finfo(got.dtype).eps / 2
+            gap = float(((expected - got).abs() - rounding * expected.abs()).detach().max().clamp(min=0))
             share = gap / way if way else gap
             if share > worst or share != share:
                 worst, where = share, name

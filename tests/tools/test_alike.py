@@ -68,6 +68,21 @@ def test_the_reference_clips_too() -> None:
         assert assert_trains_alike(make, Net, clip_grad_norm=0.1, stage=2).difference < 1e-5
 
 
+def test_the_reference_steps_copies_of_16_bits_too() -> None:
+    for make, options in ((adamw, {}), (adafactor, {"clip_grad_norm": 0.1}), (adafactor, {"master_weights": False})):
+        assert_trains_alike(make, lambda: Net().bfloat16(), stage=2, **options)
+    with pytest.raises(ValueError, match="embedding.weight: expected fp32, fp64 or bf16 parameters, got fp16"):
+        assert_trains_alike(adamw, lambda: Net().half())
+
+
+def test_a_difference_shows_beside_the_rounding_to_16_bits() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Drifting(model.parameters(), lr=0.1)
+
+    with pytest.raises(AssertionError, match="got a difference of"):
+        assert_trains_alike(make, lambda: Net().bfloat16(), split="parameters")
+
+
 class Drifting(torch.optim.SGD):
     """Steps by the mean over all parameters that it has, which a rank doesn't."""
 
