@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,6 +85,23 @@ def test_a_difference_shows_beside_the_rounding_to_16_bits() -> None:
 
     with pytest.raises(AssertionError, match="got a difference of"):
         assert_trains_alike(make, lambda: Net().bfloat16(), split="parameters")
+
+
+def test_ranks_that_torchrun_has_started_take_part_and_leave_no_group_behind() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def work(rank: int, world_size: int) -> tuple[float, int]:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+        place = {name: str(number) for name, number in numbers.items()}
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        with mock.patch.dict(os.environ, place, MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME=interface):
+            found = assert_trains_alike(adafactor, Net, world_size=5, stage=2)
+        assert not dist.is_initialized()
+        return found.difference, len(found.states)
+
+    assert run_ranks(work, 2, init=False, timeout=40) == [(0.0, 2)] * 2
 
 
 class Drifting(torch.optim.SGD):
