@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from .layout import memory_held, traffic_of
 from .optimizer import LowLevelZeroOptimizer
+from .partition import BY_ELEMENTS
 
 MakeModel: TypeAlias = Callable[[], nn.Module]
 MakeOptimizer: TypeAlias = Callable[[nn.Module], Optimizer]
@@ -30,7 +31,7 @@ class Alike(NamedTuple):
     """The result of comparing an optimizer over several ranks with one process.
 
     Attributes:
-        splits: how the ranks share the parameters of each param group, "elements" or "parameters".
+        splits: how the ranks share the parameters of each param group, "elements", "parameters" or "matrices".
         difference: the largest difference of an element, as a share of the longest way that an element of its parameter
             has gone; 0: all bits are the same.
         where: the parameter that has it.
@@ -198,8 +199,8 @@ def _sharded(make_optimizer: MakeOptimizer, make_model: MakeModel, options: dict
 
 
 def _split_of(optimizer: LowLevelZeroOptimizer, group: int) -> str:
-    owners = [record.split.owner for record in optimizer.sharded_parameters if record.group == group]
-    return "elements" if None in owners or not owners else "parameters"
+    by = (record.split.by for record in optimizer.sharded_parameters if record.group == group)
+    return next(by, BY_ELEMENTS)
 
 
 def _step_alone(trained: _Trained, losses: Sequence[Tensor], max_norm: float) -> None:
