@@ -119,6 +119,7 @@ class _Statement(NamedTuple):
     """A rank's account of its call, which the ranks exchange if their digests differ.
 
     Attributes:
+        optimizer: the number of its shard group; 0: it has none yet.
         lines: lines that must be alike on all ranks; None: the ranks compare their progress.
         progress: the rank's progress; syncs and missing gradients may differ between ranks.
         reason: the reason why the rank can't make the call; None: it can.
@@ -158,6 +159,8 @@ def agree(
 
     Ranks exchange a digest, of one size whatever the call, so ranks that make different calls meet here. They exchange
     their whole accounts only where something differs. Agreements of all optimizers over the same ranks have one order.
+    With the digest goes the number of shard groups, so the next one has the same number on all ranks, whatever one of
+    them alone has done before.
 
     Returns:
         ``progress`` with the largest number of syncs of any rank, and whether any rank lacks a gradient.
@@ -174,7 +177,8 @@ def agree(
     same = (doing, group.number, settings.digest, done) if lines is None else lines
     digest = struct.unpack("=4I", hashlib.sha256(repr(same).encode()).digest()[:16])
     bounds = [*digest, *map(neg, digest)]
-    most = group.all_reduce_max([error is not None, *bounds, progress.syncs, progress.lacks])
+    told = [error is not None, *bounds, progress.syncs, progress.lacks, group.context.shard_groups]
+    *most, group.context.shard_groups = group.all_reduce_max(told)
     if most[:-2] == [0, *bounds]:
         return progress._replace(syncs=most[-2], lacks=bool(most[-1]))
     reason = None if error is None else f"{type(error).__name__}: {error}"
@@ -304,10 +308,10 @@ def _uneven(by_rank: Sequence[_Counted], ranks: Sequence[int]) -> tuple[list[str
 
 def _different_calls(statements: Sequence[_Statement], ranks: Sequence[int]) -> RuntimeError:
     """Return the error for ranks that have made different calls: it lists each rank's call."""
-    several = len({each.optimizer for each in statements}) > 1
+    several = len({each.optimizer for each in statements if each.optimizer}) > 1
     calls = [
         each.name
-        + (f" of optimizer {each.optimizer}" if several else "")
+        + (f" of optimizer {each.optimizer}" if several and each.optimizer else "")
         + (f", after a call that failed there ({each.failed})" if each.failed else "")
         for each in statements
     ]

@@ -46,7 +46,7 @@ class GroupContext:
         beside: the groups that were made beside it, by name.
         agreements: carries agreements, in one order for all optimizers; None: the ranks haven't met.
         pool: shared memory of all ranks; or the reason why there is none; None: not opened yet.
-        shard_groups: numbers the shard groups that are made of it, alike on all ranks.
+        shard_groups: the number of its shard groups that were connected; an agreement makes it alike on all ranks.
         processes: in the default group's context, the processes of ranks by global rank.
         begun: the number of reductions, and of gradient syncs, that were begun over it.
         is_shared: several optimizers have reduced gradients over it; alike on all ranks.
@@ -62,7 +62,7 @@ class GroupContext:
         self.beside: dict[str, dist.ProcessGroup] = {}
         self.agreements: HostBackend | None = None
         self.pool: Memory | str | None = None
-        self.shard_groups = count(1)
+        self.shard_groups = 0
         self.begun = 0
         self.is_shared = False
         self.processes: dict[int, Process] = {}

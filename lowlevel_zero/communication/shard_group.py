@@ -64,7 +64,7 @@ class ShardGroup:
         ranks: the number of these ranks: ``size``, or more where slices have replicas (see ``grid.py``).
         slice_ranks: the global ranks that hold slices 0, 1, 2, ...
         holders: the global ranks that hold slice 0, 1, 2, ...: one each, or several replicas.
-        number: numbers the shard groups of one process group, alike on all ranks; 0 before their first agreement.
+        number: numbers the connected shard groups of one process group, alike on all ranks; 0: not connected.
         device_types: the types of devices whose tensors the group can carry.
         has_others: there are other ranks, and they aren't fake.
         backend: ``backend(device, fp8)`` carries a device's buffers.
@@ -95,7 +95,7 @@ class ShardGroup:
         self.has_others = self.size > 1 and not is_fake(group)
         self.context = context_of(group)
         self.context.users.add(self)
-        self.number = 0 if self.has_others else next(self.context.shard_groups)
+        self.number = 0
         self.progress = Progress(self.context)
         self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # a bound method would make a reference cycle
@@ -122,10 +122,7 @@ class ShardGroup:
         return Pairwise(side_group(self.group), self.context.threads, number, own)
 
     def _agreements(self) -> HostBackend:
-        """Return the backend of agreements; the first call communicates, on all ranks together.
-
-        Then all of them have come, and the group gets its number: a rank may have waited for others in vain before.
-        """
+        """Return the backend of agreements; the first call communicates, on all ranks together."""
         if not self.has_others:
             return self.host_backend
         if self.context.agreements is None:
@@ -133,12 +130,12 @@ class ShardGroup:
             processes = self.context.agreements.all_gather_object(runtime().own_process())
             ranks = dist.get_process_group_ranks(self.group)
             context_of(default_group()).processes.update(zip(ranks, processes, strict=True))
-        self.number = self.number or next(self.context.shard_groups)
         return self.context.agreements
 
     def connect(self, sums_in_fp32: bool = False, own: bool = True) -> None:
-        """Choose the backends that carry buffers, and set them up with the other ranks. Communicates.
+        """Take a number, and choose and set up the backends that carry buffers with the other ranks. Communicates.
 
+        The ranks have agreed on it before, so each of them has the same number for it (see ``agreement.agree``).
         If all ranks are processes of one host, buffers on gloo travel through shared memory, unless
         ``LOWLEVEL_ZERO_SHARED_MEMORY=0`` is set on one of them. ``sums_in_fp32``: reduce-scatters sum 16-bit buffers in
         fp32 elsewhere too. ``own``: devices' buffers have a group of their own; else their order among the caller's
@@ -146,6 +143,8 @@ class ShardGroup:
         """
         self.backend.cache_clear()
         self._owns_data = own
+        self.context.shard_groups += 1
+        self.number = self.context.shard_groups
         self.progress.run(AGREEMENT, partial(self._make_groups, sums_in_fp32))
 
     def _make_groups(self, sums_in_fp32: bool) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowlevel_zero import LowLevelZeroOptimizer
 from tests.support.ranks import run_ranks
 from tests.support.scripts import Alone, Together, momentum, net, steps
-from tests.support.several import check_all
+from tests.support.several import check_all, of_all
 
 ODD = 1  # the rank on which it goes wrong
 
@@ -151,8 +151,25 @@ def a_named_parameter_that_it_has_already_is_refused_and_it_trains_on(rank: int,
     optimizer.step()
 
 
+def one_rank_alone_constructs_another_where_the_others_step(rank: int, world_size: int) -> None:
+    """All refuse it; then the old optimizer trains on, and later all construct and train another."""
+    old = wrap(model := Model())
+    steps(Together(rank), model, old, range(1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            wrap(Model()) if rank == ODD else old.step()
+        called = f"rank {1 - ODD} to step; rank {ODD} to construct its LowLevelZeroOptimizer: "
+        assert called in str(caught.value)
+        old.zero_grad()
+    steps(Together(rank), model, old, range(1))
+    train_as_alone(other := Model(), new := wrap(other), rank, world_size)
+    assert len(set(of_all(new.shard_group.number))) == 1
+    steps(Together(rank), model, old, range(1))
+
+
 CHECKS = [
     all_ranks_raise_and_may_try_again,
+    one_rank_alone_constructs_another_where_the_others_step,
     a_group_that_one_rank_can_not_add,
     a_model_on_several_devices_is_refused,
     a_named_parameter_that_it_has_already_is_refused_and_it_trains_on,

@@ -285,7 +285,7 @@ def test_who_is_busy_elsewhere_with_nobody_missing_is_left_alone(rank: int, repo
     """Where all have begun the same nobody waits for anybody, though one may be gone for good (of ranks 2 and 3)."""
     told, pairs = Told(reports), [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = ShardGroup(pairs[rank // 2])
-    group.all_reduce_max([0])  # as construction does
+    group.connect()  # as construction does
     watch(group, TIMEOUT)
     give(group, "ab")
     if rank == 3:
@@ -299,7 +299,7 @@ def test_who_is_busy_elsewhere_with_nobody_missing_is_left_alone(rank: int, repo
 @on_ranks(2, timeout=2 * PATIENCE)
 def test_who_has_left_without_beginning_it_is_missed(rank: int, reports: Reports) -> None:
     told, group = Told(reports), ShardGroup()
-    group.all_reduce_max([0])  # as construction does
+    group.connect()  # as construction does
     watch(group, TIMEOUT)
     if rank == 1:
         group.leave()
