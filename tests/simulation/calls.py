@@ -98,14 +98,15 @@ def closing(program: Program, refused: bool) -> list[Call]:
     parts = range(len(program.parts))
     begin = [Call(name, of) for name in ("zero_grad", "together") for of in parts]
     train = [Call(name, of) for of in parts for name in ("backward", "step", "zero_grad")]
-    aside = [Call("construct aside")] * program.aside
+    anew = [*(Call("train anew", of) for of in parts), *train] * program.anew
+    last = [*anew, *[Call("construct aside")] * program.aside]
     if program.raises:
         return [*(Call(name, of) for name in ("zero_grad", "restore") for of in parts), *train, *train]
     names = {call.name for row in program.rows for call in row if call is not None}
     alike = names.isdisjoint(ONE_IS_REFUSED) and all(map(is_alike, program.rows))
     if program.fault is None and not refused and alike:
-        return begin + train + aside
-    return [*begin, Call("repair", amount=REPAIRED), *train, *train, *aside]
+        return begin + train + last
+    return [*begin, Call("repair", amount=REPAIRED), *train, *train, *last]
 
 
 def all_calls(program: Program, rank: int, refused: bool = False) -> list[Call | None]:

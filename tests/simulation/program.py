@@ -137,6 +137,7 @@ class Program:
         fault: what goes wrong beside, as ``outcome.Fault`` has it; None: nothing.
         kind: what the program was drawn to be, for statistics.
         aside: in the end, all ranks train another model over a process group of its own, and destroy that.
+        anew: before that, all ranks train each model by a new optimizer; seeds draw none that do.
     """
 
     ranks: int = 2
@@ -147,6 +148,7 @@ class Program:
     fault: Fault | None = None
     kind: str = "alike"
     aside: bool = False
+    anew: bool = False
 
     def of_rank(self, rank: int) -> list[Call | None]:
         """One rank's calls."""
@@ -179,6 +181,7 @@ class Program:
 
     def _settings(self) -> list[str]:
         lines = [f"{self.ranks} ranks by {self.carrier}, schedule {self.schedule}, {self.kind}"]
+        lines += ["in the end, each model by a new optimizer"] * self.anew
         lines += ["in the end, another model over a process group of its own"] * self.aside
         for number, part in enumerate(self.parts):
             lines.append(f"model {number}: {part.optimizer}, layers {list(map(list, part.layers))}")

@@ -320,4 +320,19 @@ REGRESSIONS: dict[str, Program] = {
         [(None, Call("freeze")), *_both(Call("add group"))],
         Part((Weight(dtype="float16"), Weight(role="late")), ((0, 1),)),
     ),
+    "a rank alone constructs an optimizer where the other steps, and then all construct and train": _program(
+        [*_both(BACKWARD), (STEP, Call("construct"))], anew=True
+    ),
+    "a rank alone constructs an optimizer beside two others, and then all train both anew": _program(
+        [(None, Call("construct"))], TWO_LAYERS, TWO_LAYERS, anew=True
+    ),
+    "a rank alone trains its model anew where three others step, and then all do": _program(
+        [*_both(BACKWARD, ranks=4), (STEP, STEP, Call("train anew"), STEP)], ranks=4, anew=True
+    ),
+    "a rank of experts alone constructs an optimizer, and then all construct and train": _program(
+        [*_both(BACKWARD, ranks=4), (STEP, Call("construct"), STEP, STEP)],
+        Part((Weight(), Weight(expert=True)), ((0,), (1,))),
+        ranks=4,
+        anew=True,
+    ),
 }
