@@ -20,7 +20,9 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from ..communication.agreement import agree
 from ..communication.shard_group import ShardGroup
+from ..diagnostics.stall_report import watch
 from .manifest import MANIFEST, METADATA, OBJECTS, Head, manifest_in, read_head, read_manifest
 
 try:
@@ -61,9 +63,16 @@ def latest(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None
     Args:
         group: ranks that all call this. The first one looks and tells the others, so that they go on alike even while
             checkpoints come and go. None: the caller looks by itself.
+
+    Raises:
+        RuntimeError: another rank of ``group`` makes another call.
+        OSError, TypeError: the first rank can't look there; all ranks raise.
     """
     if group is not None:
-        return on_first_rank(ShardGroup(group), lambda: latest(directory))
+        ranks = ShardGroup(group)
+        watch(ranks)
+        agree(ranks, None, None, "look for the newest checkpoint")
+        return on_first_rank(ranks, lambda: latest(directory))
     folder = Path(directory)
     newest, damaged = None, []
     for path, damage in chain(_newest_first(_found_at([str(folder)])), _newest_first(_found_in(folder))):

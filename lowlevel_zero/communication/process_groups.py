@@ -50,6 +50,7 @@ class GroupContext:
         processes: in the default group's context, the processes of ranks by global rank.
         begun: the number of reductions, and of gradient syncs, that were begun over it.
         is_shared: several optimizers have reduced gradients over it; alike on all ranks.
+        stall_timeout: that of the shard group that was watched last; None: none was.
         is_alive: the process group hasn't been destroyed.
         lost: the message that tells how a rank was lost, or waited for in vain; empty: none was.
         writing: the checkpoint that a thread is writing over the side group; None: none, or its end is known.
@@ -67,6 +68,7 @@ class GroupContext:
         self.is_shared = False
         self.processes: dict[int, Process] = {}
         self.writing: Future[Any] | None = None
+        self.stall_timeout: float | None = None
         self.is_alive = True
         self.lost = ""
         self._process = os.getpid()

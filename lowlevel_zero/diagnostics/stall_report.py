@@ -171,27 +171,29 @@ class Watch(Thread):
     def _in_words(self, place: Collective, answers: _Answers) -> tuple[str, str]:
         """Return as text the collective that is waited for, or the first queued that lacks ranks, and missing ranks."""
         if self._progress.waits_for is not None:
-            return str(place), _missing(place, answers) or _SLOW
-        queued = ((each, _missing(each, answers)) for each in self._progress.queued())
+            return str(place), self._missing(place, answers) or _SLOW
+        queued = ((each, self._missing(each, answers)) for each in self._progress.queued())
         first, missing = next((pair for pair in queued if pair[1]), (place, ""))
         return str(first), missing
+
+    def _missing(self, place: Collective, answers: _Answers) -> str:
+        """Return the ranks that haven't begun a collective as text; empty if all have."""
+        silent = "its process has"
+        if place.kind == AGREEMENT and place.serial == 0:  # the first one of its shard group
+            call = self._progress.call
+            constructs = call in ("", "LowLevelZeroOptimizer")
+            silent = f"it hasn't {'constructed its optimizer' if constructs else f'called {call}'}, or {silent}"
+        missing = []
+        for rank, answer in answers.items():
+            if answer is None:
+                missing.append(f"rank {rank} (doesn't answer: {silent} ended or stands still)")
+            elif answer["begun"][place.kind] <= place.serial:
+                missing.append(f"rank {rank} ({answer['is']})")
+        return f"Not there yet: {'; '.join(missing)}" if missing else ""
 
 
 def _key(place: Collective, name: str) -> str:
     return f"{place.kind}/{place.serial}/{name}"
-
-
-def _missing(place: Collective, answers: _Answers) -> str:
-    """Return the ranks that haven't begun a collective as text; empty if all have."""
-    first = place.kind == AGREEMENT and place.serial == 0  # that of construction
-    silent = "it hasn't constructed its optimizer, or its process has" if first else "its process has"
-    missing = []
-    for rank, answer in answers.items():
-        if answer is None:
-            missing.append(f"rank {rank} (doesn't answer: {silent} ended or stands still)")
-        elif answer["begun"][place.kind] <= place.serial:
-            missing.append(f"rank {rank} ({answer['is']})")
-    return f"Not there yet: {'; '.join(missing)}" if missing else ""
 
 
 def seconds_of(diagnostics: object) -> float:
@@ -202,11 +204,15 @@ def seconds_of(diagnostics: object) -> float:
     return Diagnostics.stall_timeout
 
 
-def watch(group: ShardGroup, timeout: float) -> Watch | None:
+def watch(group: ShardGroup, timeout: float | None = None) -> Watch | None:
     """Start and return a thread that reports waits in ``group`` beyond ``timeout`` seconds; None if it watches nothing.
 
     It watches nothing if that is 0, without other ranks, or, with a warning, if the system has no more threads.
+    ``timeout``: None: that of the last one over the same process group, or else the default.
     """
+    last = group.context.stall_timeout
+    timeout = timeout if timeout is not None else last if last is not None else Diagnostics.stall_timeout
+    group.context.stall_timeout = timeout
     if timeout <= 0 or not group.has_others:
         return None
     made = Watch(group, min(timeout, SHARE_OF_TIMEOUT * timeout_of(group.group)))

@@ -313,12 +313,14 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(rank: int, t
 @on_ranks(2)
 def test_one_rank_alone_and_those_who_train_on_are_told_of_each_other(rank: int, tmp_path: Path) -> None:
     pair, told = linear(), []
-    for call in (save_checkpoint, load_checkpoint):
-        told.append(refused(partial(call, tmp_path / "a", *pair) if rank == 1 else partial(train, *pair)))
+    ways = {save_checkpoint: pair, load_checkpoint: pair, partial(latest, group=dist.group.WORLD): ()}
+    for number, (call, arguments) in enumerate(ways.items()):
+        told.append(refused(partial(call, tmp_path / "a", *arguments) if rank == 1 else partial(train, *pair)))
         pair[1].zero_grad()
-        path = tmp_path / call.__name__
+        path = tmp_path / f"after {number}"
         save_checkpoint(path, *pair)
         load_checkpoint(path, *pair)
     expected = "RuntimeError: expected the same call on every rank, got rank 0 to step; rank 1 to "
     assert told[0].startswith(f"{expected}save a checkpoint to {tmp_path / 'a'}: let every rank")
-    assert told[1].startswith(expected)
+    assert told[1].startswith(f"{expected}load the checkpoint {tmp_path / 'a'}: let every rank")
+    assert told[2].startswith(f"{expected}look for the newest checkpoint: let every")

@@ -24,6 +24,7 @@ from torch import nn
 
 from lowlevel_zero import LowLevelZeroOptimizer, reducer
 from lowlevel_zero.bookkeeping import gradient_sync
+from lowlevel_zero.checkpoint import latest
 from lowlevel_zero.communication.agreement import agree
 from lowlevel_zero.communication.progress import NORM, REDUCTION, About
 from lowlevel_zero.communication.shard_group import ShardGroup
@@ -323,6 +324,21 @@ def test_optimizers_that_were_refused_don_t_count(rank: int, reports: Reports) -
     train(*first)
     lost = "Not there yet: rank 1 (outside of the optimizer, after 0 steps)"
     assert [lost in line for line in told.lines] == [True] * (rank == 0)
+
+
+@on_ranks(2, timeout=2 * PATIENCE)
+def test_a_rank_that_is_late_to_look_for_checkpoints_is_named(rank: int, tmp_path: Path, reports: Reports) -> None:
+    """Within the ``stall_timeout`` of the optimizer over the same ranks."""
+    told, pair = Told(reports), trained()
+    if rank == 1:
+        reports.wait_for(1)
+    assert latest(tmp_path, group=dist.group.WORLD) is None
+    wait_until(lambda: len(watchdogs()) == 1)
+    assert len(watchdogs()) == 1
+    where = r"in latest, which all ranks call, for the agreement 0 \(step 1\)\. Not there yet: "
+    said = rf"rank 0 has waited [\d.]+ s {where}rank 1 \(doesn't answer: it hasn't called latest, or"
+    assert [bool(re.match(said, line)) for line in told.lines] == [True] * (rank == 0)
+    train(*pair)
 
 
 def watchdogs() -> list[threading.Thread]:
