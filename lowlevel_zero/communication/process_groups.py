@@ -45,6 +45,7 @@ class GroupContext:
         users: the shard groups that begin collectives over it; ``leave`` ends these.
         beside: the groups that were made beside it, by name.
         agreements: carries agreements, in one order for all optimizers; None: the ranks haven't met.
+        exchanges: the number of its exchanges that were begun, alike on all ranks where they make the same call.
         pool: shared memory of all ranks; or the reason why there is none; None: not opened yet.
         shard_groups: the number of its shard groups that were connected; an agreement makes it alike on all ranks.
         processes: in the default group's context, the processes of ranks by global rank.
@@ -62,6 +63,7 @@ class GroupContext:
         self.users: WeakSet[Any] = WeakSet()
         self.beside: dict[str, dist.ProcessGroup] = {}
         self.agreements: HostBackend | None = None
+        self.exchanges = 0
         self.pool: Memory | str | None = None
         self.shard_groups = 0
         self.begun = 0

@@ -95,7 +95,7 @@ class ShardGroup:
         self.has_others = self.size > 1 and not is_fake(group)
         self.context = context_of(group)
         self.context.users.add(self)
-        self.number = 0
+        self.number, self._exchanges = 0, self.context.exchanges
         self.progress = Progress(self.context)
         self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # a bound method would make a reference cycle
@@ -108,6 +108,11 @@ class ShardGroup:
     def group(self) -> dist.ProcessGroup:
         """Return the process group of all ranks; raise if it has been destroyed."""
         return self.context.group
+
+    @property
+    def place(self) -> str:
+        """Return a name for it in the store, alike on all ranks: its number, or until it has one, when it was made."""
+        return str(self.number) if self.number else f"0/{self._exchanges}"
 
     @property
     def host_backend(self) -> HostBackend:
@@ -130,6 +135,7 @@ class ShardGroup:
             processes = self.context.agreements.all_gather_object(runtime().own_process())
             ranks = dist.get_process_group_ranks(self.group)
             context_of(default_group()).processes.update(zip(ranks, processes, strict=True))
+        self.context.exchanges += 1
         return self.context.agreements
 
     def connect(self, sums_in_fp32: bool = False, own: bool = True) -> None:

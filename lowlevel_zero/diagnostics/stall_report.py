@@ -71,7 +71,7 @@ class Watch(Thread):
         self._group = ref(group, lambda _: over.put(None))
         self._ranks = get_process_group_ranks(group.group)
         self.rank = self._ranks[group.group_rank]
-        self._number, self._store = group.number, store_of(group.group, f"stall/{group.number}")
+        self._number, self._store = group.number, store_of(group.group, f"stall/{group.place}")
         self._progress = group.progress
         self.timeout = timeout
         self.pause = min(max(timeout / _LOOKS, _FASTEST_LOOK), _SLOWEST_LOOK)
@@ -99,7 +99,7 @@ class Watch(Thread):
         if progress.left or group is None:
             return False
         if group.number != self._number:
-            self._number, self._store = group.number, store_of(group.group, f"stall/{group.number}")
+            self._number, self._store = group.number, store_of(group.group, f"stall/{group.place}")
         del group
         seen = (progress.waits_for is None, progress.waits, progress.step, *progress.begun.values())
         if seen != self._seen:

@@ -328,16 +328,17 @@ def test_optimizers_that_were_refused_don_t_count(rank: int, reports: Reports) -
 
 @on_ranks(2, timeout=2 * PATIENCE)
 def test_a_rank_that_is_late_to_look_for_checkpoints_is_named(rank: int, tmp_path: Path, reports: Reports) -> None:
-    """Within the ``stall_timeout`` of the optimizer over the same ranks."""
+    """Within the ``stall_timeout`` of the optimizer over the same ranks, whoever has waited for whom before."""
     told, pair = Told(reports), trained()
-    if rank == 1:
-        reports.wait_for(1)
-    assert latest(tmp_path, group=dist.group.WORLD) is None
+    for late in (1, 0):
+        if rank == late:
+            reports.wait_for(2 - late)
+        assert latest(tmp_path, group=dist.group.WORLD) is None
     wait_until(lambda: len(watchdogs()) == 1)
     assert len(watchdogs()) == 1
     where = r"in latest, which all ranks call, for the agreement 0 \(step 1\)\. Not there yet: "
-    said = rf"rank 0 has waited [\d.]+ s {where}rank 1 \(doesn't answer: it hasn't called latest, or"
-    assert [bool(re.match(said, line)) for line in told.lines] == [True] * (rank == 0)
+    said = rf"rank {rank} has waited [\d.]+ s {where}rank {1 - rank} \(doesn't answer: it hasn't called latest, or"
+    assert [bool(re.match(said, line)) for line in told.lines] == [True]
     train(*pair)
 
 
