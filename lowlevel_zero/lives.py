@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, count
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -13,9 +14,12 @@ from torch.distributed import get_process_group_ranks as ranks_of
 from .bookkeeping.parameter_store import first_slices
 from .bookkeeping.sharded_parameter import ShardedParameter
 from .bookkeeping.shown_gradients import hide_gradients
-from .communication.agreement import Call, together
+from .communication.agreement import Call, raised_by_all, together
+from .communication.failed_ranks import listed_ranks
 from .communication.shard_group import ShardGroup
 from .sharded_optimizer import ShardedOptimizer
+
+_Key: TypeAlias = tuple[str, int]
 
 _made = count()
 _alive: WeakValueDictionary[int, ShardedOptimizer] = WeakValueDictionary()
@@ -67,27 +71,60 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
     finish together what is under way of each one that all of them have, and leave what others have under way to travel,
     as when an optimizer is deleted. They also find out whether a rank has another optimizer over the same process
     group, which is not retired: from now on several share it. ``names``: of the parameters, for a retired one's errors.
+
+    Raises:
+        ValueError (on all ranks, before anything is changed): another rank has one of them, and would leave it be.
     """
     former = {other: names.get(records[0].p, records[0].name) for other, records in records_of(params).items()}
-    groups = [each.shard_group for each in alive() if each not in former]
+    others = [each for each in alive() if each not in former]
+    groups = [each.shard_group for each in others]
     beside = [each for each in groups if each is not group and each.context is group.context]
     retires, shares = group.all_reduce_max([len(former), len(beside)])
+    reachable = _by_key(former, group)
+    taken = {key: former[other] for key, other in reachable.items()}
+    known = group.all_gather_object((taken, list(_by_key(others, group)))) if retires else []
+    _check_taken(known, group)
     group.context.is_shared |= shares > 0
     if not retires:
         return
-    reachable = {}
-    for other in former:
-        ranks = other.shard_group
-        if ranks.context.is_alive and set(ranks_of(ranks.group)) == set(ranks_of(group.group)):
-            reachable[ranks.group.group_name, ranks.number] = other  # alike on all of its ranks
-    known = group.all_gather_object(list(reachable))
     with together(group, "finish what is under way of a former optimizer"):
-        for key in known[0]:
-            if all(key in keys for keys in known):
+        for key in known[0][0]:
+            if all(key in own for own, _ in known):
                 for each in reachable[key].sharded_groups:
                     each.reducer.discard(Call("zero_grad"))
     for other, name in former.items():
         _retire(other, name)
+
+
+def _by_key(optimizers: Iterable[ShardedOptimizer], group: ShardGroup) -> dict[_Key, ShardedOptimizer]:
+    """Return those of ``optimizers`` that have the ranks of ``group``, by a key that is alike on all of them."""
+    found: dict[_Key, ShardedOptimizer] = {}
+    members = set(ranks_of(group.group))
+    for each in optimizers:
+        ranks = each.shard_group
+        if ranks.context.is_alive and set(ranks_of(ranks.group)) == members:
+            found[ranks.group.group_name, ranks.number] = each
+    return found
+
+
+def _check_taken(known: Sequence[tuple[Mapping[_Key, str], Sequence[_Key]]], group: ShardGroup) -> None:
+    """Raise ``ValueError`` if one rank takes the parameters of an optimizer that another leaves be; all ranks call it.
+
+    ``known``: for each rank, the former ones, each with the name of a parameter, and its other optimizers.
+    """
+    ranks = ranks_of(group.group)
+    for key, name in chain.from_iterable(taken.items() for taken, _ in known):
+        taking = [rank for rank, (taken, _) in zip(ranks, known, strict=True) if key in taken]
+        leaving = [rank for rank, (_, left) in zip(ranks, known, strict=True) if key in left]
+        if leaving:
+            raise raised_by_all(
+                ValueError(
+                    "expected the parameters of a former optimizer on every rank, or on none, got those of the one "
+                    f"that trains {name} on {listed_ranks(taking)}, and on {listed_ranks(leaving)} others, which leave "
+                    "it be: pass the parameters of the same model on all ranks"
+                ),
+                group,
+            )
 
 
 def _retire(optimizer: ShardedOptimizer, name: str) -> None:

@@ -171,6 +171,44 @@ def a_refused_construction(rank: int, world_size: int) -> None:
         assert torch.equal(p, q)
 
 
+def on_one_rank_alone(rank: int, world_size: int) -> None:
+    """One rank would retire what another leaves be, whose model of the same shapes is another one."""
+    models = [net(), net(), net()]
+    first, second = (LowLevelZeroOptimizer(momentum(model), model=model) for model in models[:2])
+    steps(Together(rank), models[0], first, range(1))
+    told = r"trains 0\.weight on rank 0, and on rank 1 others, which leave it be: pass the parameters of the same model"
+    for model in (models[2 * rank], models[rank]):
+        with pytest.raises(ValueError, match=told):
+            LowLevelZeroOptimizer(momentum(model), model=model)
+    with pytest.raises(ValueError, match="on rank 0, and on rank 1 others, which leave it be"):
+        second.add_param_group({"params": list(models[2 * rank].parameters())})
+    assert len(second.param_groups) == 1
+    assert not first.is_retired
+    assert not second.is_retired
+    steps(Together(rank), models[0], first, range(1, 3))
+    expected = net()
+    steps(Together(rank), expected, LowLevelZeroOptimizer(momentum(expected), model=expected), range(3))
+    for p, q in zip(models[0].parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q)
+    steps(Together(rank), models[1], second, range(2))
+    second.verify()
+
+
+def garbage_of_one_rank(rank: int, world_size: int) -> None:
+    """One rank still has the former one, which another has let go: both train the model again."""
+    model, kept = net(), []
+    former = LowLevelZeroOptimizer(momentum(model), model=model)
+    steps(Together(rank), model, former, range(1))
+    if rank == 0:
+        kept.append(former)
+    del former
+    gc.collect()
+    later = LowLevelZeroOptimizer(momentum(model), model=model)
+    steps(Together(rank), model, later, range(2))
+    later.verify()
+    assert [each.is_retired for each in kept] == [True] * (rank == 0)
+
+
 def within_a_backward(rank: int, world_size: int) -> None:
     model = net()
     former = LowLevelZeroOptimizer(momentum(model), model=model)
@@ -214,6 +252,8 @@ CHECKS = [
     functions_that_look_for_the_optimizer_of_a_parameter_find_the_later_one,
     gradients_that_were_not_reduced_stay_unless_the_loss_was_scaled,
     a_refused_construction,
+    on_one_rank_alone,
+    garbage_of_one_rank,
     within_a_backward,
     over_slices,
     over_slices_of_one_that_is_gone,

@@ -372,7 +372,9 @@ class Judge:
                 for each in self.parts
                 for ways in each.ways
             )
-            return Expectation(may=self.program.carrier == "nccl" and begun_apart)
+            may = self.program.carrier == "nccl" and begun_apart
+            apart = len({entry.call.name for entry in here.values()}) > 1  # one takes parameters that another leaves
+            return Expectation(("parameters of a former optimizer",) if apart and not may else (), may)
         if name == "save":  # compares contents and writes alone
             seen = part.written_apart(seen=True)
             if seen and not part.settings_differ():

@@ -329,6 +329,9 @@ REGRESSIONS: dict[str, Program] = {
     "a rank alone trains its model anew where three others step, and then all do": _program(
         [*_both(BACKWARD, ranks=4), (STEP, STEP, Call("train anew"), STEP)], ranks=4, anew=True
     ),
+    "a rank alone trains its model anew where the other constructs an optimizer of another model": _program(
+        [*_both(BACKWARD), (Call("train anew"), Call("construct"))], anew=True
+    ),
     "a rank of experts alone constructs an optimizer, and then all construct and train": _program(
         [*_both(BACKWARD, ranks=4), (STEP, Call("construct"), STEP, STEP)],
         Part((Weight(), Weight(expert=True)), ((0,), (1,))),
