@@ -82,6 +82,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     for optimizer, records in sharded.items():
         clamp = [methodcaller("clamp_", -float(clip_value), float(clip_value))]
         edit = partial(GradientStore.edit, edits=dict.fromkeys(records, clamp))
+        optimizer.gradients.finish("lowlevel_zero.clip_grad_value_")
         optimizer.gradients.change(records, f"clip_grad_value_ to {clip_value:.3g}", edit)
     own = [p for p in plain if p.grad is not None]
     if own:  # torch refuses an empty list

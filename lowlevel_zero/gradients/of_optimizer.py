@@ -141,11 +141,15 @@ class OptimizerGradients:
 
     # ---- for this package's own clipping, on all parameters of a call together ----
 
+    def finish(self, doing: str) -> None:
+        """Finish reductions in the call ``doing``, also where no gradient has come on this rank. Communicates."""
+        self._calls.finish_gradients(self._calls.enter(doing))
+
     def norm(self, records: Iterable[ShardedParameter], norm_type: float) -> Tensor:
         """Return the norm of some parameters' gradients together, experts included, 0-d. Communicates."""
         self._check(norm_type)
         with self._gathering(self._calls.ranks, lambda: self._together(self._zeros(1), norm_type)):
-            self._calls.finish_gradients(self._calls.enter("lowlevel_zero.clip_grad_norm_"))
+            self.finish("lowlevel_zero.clip_grad_norm_")
             wanted = set(records)
             pieces = list(self._zeros(1))
             for each in self._groups:

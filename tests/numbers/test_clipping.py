@@ -107,18 +107,26 @@ def test_what_is_listed_twice_counts_once(rank: int) -> None:
         torch.testing.assert_close(q.grad, r.grad)
 
 
-@on_ranks(2, [2.0, INF])
-def test_ranks_that_lack_gradients(rank: int, norm_type: float) -> None:
-    """Rank 0 alone has run a plain backward; torch's function would see no gradients on the others."""
+@on_ranks(2, product([2.0, INF, None], [True, False]))
+def test_ranks_that_lack_gradients(rank: int, norm_type: float | None, clears: bool) -> None:
+    """Rank 0 alone runs a plain backward in each step; torch's function would see no gradients on the others."""
     part, copied = Part(0), Part(0)
     optimizer, alone = LowLevelZeroOptimizer(sgd(part.parameters()), model=part), sgd(copied.parameters())
-    if rank == 0:
-        part(batch(0, 0)).square().mean().backward()
-    (copied(batch(0, 0)).square().mean() / 2).backward()
-    norm = lowlevel_zero.clip_grad_norm_(part.parameters(), 0.01, norm_type)
-    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(copied.parameters(), 0.01, norm_type))
-    optimizer.step()
-    alone.step()
+    for step in range(3):
+        if rank == 0:
+            part(batch(step, 0)).square().mean().backward()
+        (copied(batch(step, 0)).square().mean() / 2).backward()
+        if norm_type is None:
+            lowlevel_zero.clip_grad_value_(part.parameters(), 0.01)
+            torch.nn.utils.clip_grad_value_(copied.parameters(), 0.01)
+        else:
+            norm = lowlevel_zero.clip_grad_norm_(part.parameters(), 0.01, norm_type)
+            torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(copied.parameters(), 0.01, norm_type))
+        optimizer.step()
+        alone.step()
+        if clears:
+            optimizer.zero_grad()
+            alone.zero_grad()
     for p, q in zip(part.parameters(), copied.parameters(), strict=True):
         torch.testing.assert_close(p, q)
 

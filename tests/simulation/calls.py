@@ -52,7 +52,7 @@ CALLS: dict[str, Kind] = {
     "norm": Kind("take norms of p.grad", quiet=True),
     **dict.fromkeys(SLICE_EDITS, Kind("edit p.grad", quiet=True)),
     "fill": Kind("read p.grad"),
-    "clip value": Kind("edit p.grad", quiet=True),
+    "clip value": Kind("lowlevel_zero.clip_grad_value_"),
     "evaluate": Kind(),
     "step in no_sync": Kind(),
     "clone": Kind("read p.grad"),

@@ -235,18 +235,18 @@ class PartReference:
         if call.name == "torch's clip":
             self.edited_apart |= bool(edited)
             self.edits_alone[rank].append(rank)
-        elif key in edited or (call.name == "clip value" and edited):
-            if call.name != "clip value" and self.sharers(key) == [rank]:
+        elif key in edited:
+            if self.sharers(key) == [rank]:
                 self.edit(call, key)
                 return
-            if call.name != "clip value" and len(self.sharers(key)) < self.ranks:  # other experts may have no gradient
+            if len(self.sharers(key)) < self.ranks:  # other experts may have no gradient
                 self.edits_vary = self.is_mixed = True
             self.edits_alone[rank].append(call)
             unlike = any(edits != self.edits_alone[rank] for edits in self.edits_alone)
             self.edited_apart = unlike and not self.edits_vary
             if not self.edited_apart:
                 for each in self.edits_alone[rank]:
-                    self.edit(each, None if each.name == "clip value" else self.key(each.at, rank))
+                    self.edit(each, self.key(each.at, rank))
                 self.edits_alone = [[] for _ in range(self.ranks)]
 
     def edit_unlike(self, calls: Sequence[Call]) -> None:

@@ -210,6 +210,12 @@ REGRESSIONS: dict[str, Program] = {
         _both(BACKWARD, Call("copy"), Call("clip value"), STEP),
         schedule=4,
     ),
+    "a rank has run no backward since the step before, and all clip by value": _program(
+        [*_both(BACKWARD, STEP, ZERO), (None, BACKWARD), *_both(Call("clip value", amount=0.01), STEP)],
+    ),
+    "a rank has run no backward, after a step without zero_grad, and all clip by value": _program(
+        [*_both(BACKWARD, STEP), (None, Call("plain")), *_both(Call("clip value", amount=0.01), STEP)],
+    ),
     "a slice's gradient is set to None before the next backward": _program(
         _both(BACKWARD, STEP, Call("grad = None"), Call("grad = None", at=1), BACKWARD, STEP),
         schedule=4,
