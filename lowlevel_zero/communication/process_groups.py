@@ -54,6 +54,7 @@ class GroupContext:
         stall_timeout: that of the shard group that was watched last; None: none was.
         is_alive: the process group hasn't been destroyed.
         lost: the message that tells how a rank was lost, or waited for in vain; empty: none was.
+        process: the PID of the process that made this, which alone may speak to the other ranks.
         writing: the checkpoint that a thread is writing over the side group; None: none, or its end is known.
     """
 
@@ -73,7 +74,7 @@ class GroupContext:
         self.stall_timeout: float | None = None
         self.is_alive = True
         self.lost = ""
-        self._process = os.getpid()
+        self.process = os.getpid()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -90,7 +91,7 @@ class GroupContext:
         parent's.
         """
         self.is_alive = False
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             return
         deadline, leaving = runtime().now() + _PATIENCE, Threads()
         for user in list(self.users):
@@ -106,7 +107,7 @@ class GroupContext:
 
     def end_threads(self, deadline: float, threads: Threads) -> None:
         """Wait for the tasks of ``threads`` until the ``deadline``, then break them off; do nothing in a fork."""
-        if os.getpid() == self._process and not threads.end(deadline - runtime().now()):
+        if os.getpid() == self.process and not threads.end(deadline - runtime().now()):
             self._break_off()
             threads.end(_AFTER_BREAK)
 

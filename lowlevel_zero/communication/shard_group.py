@@ -38,7 +38,7 @@ from .process_groups import (
     side_group,
     timeout_of,
 )
-from .progress import AGREEMENT, GATHER, MESSAGE, NORM, REDUCTION, About, Progress
+from .progress import AGREEMENT, GATHER, MESSAGE, NORM, REDUCTION, About, Progress, called
 from .runtime import Threads, Worker, runtime
 from .work import Work
 
@@ -70,7 +70,7 @@ class ShardGroup:
         backend: ``backend(device, fp8)`` carries a device's buffers.
 
     Raises:
-        RuntimeError: no process group is initialised.
+        RuntimeError: no process group is initialised, or this process is a fork of the one that used it before.
         ValueError: this process doesn't belong to the group.
     """
 
@@ -94,9 +94,12 @@ class ShardGroup:
         self.device_types = sorted(self._backends)
         self.has_others = self.size > 1 and not is_fake(group)
         self.context = context_of(group)
+        self.progress = Progress(self.context)
+        if self.has_others:
+            self.progress.process = self.context.process
+            self.progress.check_process(called(sys._getframe()))
         self.context.users.add(self)
         self.number, self._exchanges = 0, self.context.exchanges
-        self.progress = Progress(self.context)
         self._waiting: Worker | None = None
         self.backend = cache(partial(type(self)._choose, proxy(self)))  # a bound method would make a reference cycle
         self._rows = {"sum": 0, "spread": 0, "gather": 0}  # bytes of those of buffers: "spread" are all-reduces' sums

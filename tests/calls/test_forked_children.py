@@ -16,7 +16,7 @@ from torch import nn
 
 import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint import latest, load_checkpoint, save_checkpoint
 from lowlevel_zero.deepspeed import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.support.ranks import run_cases, run_ranks
 from tests.support.scripts import adamw, loss_at, net
@@ -76,6 +76,8 @@ def every_call(model: nn.Sequential, optimizer: LowLevelZeroOptimizer) -> dict[s
         "safe_set_full_fp32_param": lambda: safe_set_full_fp32_param(weight, torch.ones_like(weight)),
         "save_checkpoint": lambda: save_checkpoint("nowhere", model, optimizer),
         "load_checkpoint": lambda: load_checkpoint("nowhere", model, optimizer),
+        "latest": lambda: latest("nowhere", group=dist.group.WORLD),
+        "construct": lambda: LowLevelZeroOptimizer(adamw(net())),
     }
 
 

@@ -448,7 +448,7 @@ MUTANTS = [
     Mutant(
         "a child that was forked ends its parent's threads and memory",
         "communication/process_groups.py",
-        "        self.is_alive = False\n        if os.getpid() != self._process:\n            return\n",
+        "        self.is_alive = False\n        if os.getpid() != self.process:\n            return\n",
         "        self.is_alive = False\n",
         "tests/calls/test_forked_children.py",
     ),
