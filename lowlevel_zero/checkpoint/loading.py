@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from operator import ior
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ def load_checkpoint(
     with all_or_nothing(group, doing) as undo:
         contents.check_same(saved, schedulers)
         contents.load_objects(saved, schedulers, undo)
+        if rank_state is not None:
+            undo.callback(ior, rank_state, dict(rank_state))
+            undo.callback(rank_state.clear)
+            rank_state.clear()
+            rank_state.update(own)
     with _damaging(optimizers.values()):
         for each in optimizers.values():
             each.zero_grad()
@@ -97,9 +103,6 @@ def load_checkpoint(
         contents.gather(saved.objects)
     warn_of_lost_states(group, contents.lost(saved))
     run_of(group, optimizers, saved.manifest.runs, saved.manifest.serial)
-    if rank_state is not None:
-        rank_state.clear()
-        rank_state.update(own)
     if group.group_rank == 0:
         _tell(saved, group.ranks, rank_state is not None, optimizers.keys() - schedulers.keys())
     return saved.objects.extra

@@ -55,6 +55,13 @@ class Counter(Keeping):
         self.kept["table"].copy_(state["table"])
 
 
+class Observed(dict[str, Any]):
+    """Refuses to be updated."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise LookupError("rank_state says no")
+
+
 EXTRA = {"step": 7, "losses": [0.5, 0.25], "tensor": torch.arange(3), "text": "ja"}
 
 
@@ -99,10 +106,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@on_ranks(2, [(0, "first"), (1, "last"), (0, "optimizer"), (1, "scheduler")])
+@on_ranks(2, [(0, "first"), (1, "last"), (0, "optimizer"), (1, "scheduler"), (1, "rank_state")])
 def test_what_one_rank_refuses_leaves_every_rank_as_it_was(rank: int, unlucky: int, where: str, saved: Path) -> None:
     run, error = Run(5, seen=7, steps=3), LookupError(f"{where} says no")
     run.optimizer.backward(squares(run.model))
+    if where == "rank_state" and rank == unlucky:
+        run.rank_state = Observed(left="over")
     before, gradients = run.held(), [p.grad for p in run.model.parameters()]
 
     def refuse(*_: Any) -> None:
@@ -113,7 +122,7 @@ def test_what_one_rank_refuses_leaves_every_rank_as_it_was(rank: int, unlucky: i
             run.optimizer.optim.register_load_state_dict_post_hook(refuse)
         elif where == "scheduler" and rank == unlucky:
             patch.setattr(torch.optim.lr_scheduler.StepLR, "load_state_dict", refuse)
-        elif rank == unlucky:
+        elif where != "rank_state" and rank == unlucky:
             getattr(run.model, where).refuses = error
         told = refused(lambda: run.load(saved))
     if rank == unlucky:
