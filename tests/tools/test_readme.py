@@ -133,6 +133,27 @@ def test_what_it_links_exists(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
+COMMANDS = ("make", "pip", "python", ".venv/bin/python", "torchrun", "export", "#")
+
+
+def no_commands(page: str) -> list[str]:
+    """Lines of a page's bash blocks that don't begin with a command or a comment, or have more than one comment."""
+    lines = [line for block in blocks("bash", page) for line in re.sub(r"\\\n *", "", block).splitlines() if line]
+    return [line for line in lines if line.split()[0] not in COMMANDS or len(re.findall(r"(?:^| )# ", line)) > 1]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS], ids=lambda page: page.stem)
+def test_a_line_of_bash_is_one_command_or_a_comment(page: Path) -> None:
+    assert no_commands(page.read_text()) == []
+
+
+def test_bash_that_was_wrapped_as_prose_is_seen() -> None:
+    wrapped = ["make test # all tests make simulate # random programs", "and operations that fail"]
+    lines = ["make test  # all tests", "make mutants \\", "  --seed 7", *wrapped, "# why"]
+    page = "\n".join(["```bash", *lines, "```", ""])
+    assert no_commands(page) == wrapped
+
+
 def test_the_architecture_names_what_exists() -> None:
     """Files, and functions as ``file.py: Class.method`` or ``file.py: function``."""
     text = "".join((ROOT / "docs" / name).read_text() for name in ("architecture.md", "decisions.md"))
