@@ -154,7 +154,7 @@ class LowLevelZeroOptimizer(ColossalNames):
             super().__init__(optimizer, parameters, options, model, checked.writes_unused)
             context = options.backward_context or nullcontext
             self._backwards = Backwards(self.sharded_groups, self.guard, self.step_state, context)
-            self._settings = Settings(optimizer)
+            self._settings = Settings(optimizer, parameters)
             self._untrained = Untrained(model, parameters, alive)
             register(self)
             log_start(self)

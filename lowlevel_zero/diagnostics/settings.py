@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
+from itertools import chain, islice
 from numbers import Number
-from types import NoneType
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..bookkeeping.parameter_store import ParameterStore
 from ..communication.agreement import Digested
 from .bad_numbers import LaterRead
+from .verification import checksum
 
 _MEMBERS = frozenset({"params", "param_names"})
 _KERNELS = frozenset({"fused", "foreach"})  # a step makes the same numbers with either
-_FEW = 16  # elements of a tensor or a container that counts as a setting, at most
+_FEW = 16  # elements that are written out, at most; of more there is a digest
+_MANY = 1000  # elements of a container that may change in place, at most, for it to be looked at in every step
+_LARGE = 2**20  # bytes of an array that may change in place, at most, for it to be looked at in every step
+
+_ADDRESSES = frozenset("OPXz&")  # among the format of a memory: it holds objects or pointers
+_PLAIN = (Number, str, NoneType, torch.dtype, torch.layout, torch.memory_format, range)
+_NAMED = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 
-def described(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each setting of the param groups; waits for the devices of tensors among them."""
+def described(groups: Sequence[Mapping[str, Any]], experts: Collection[str]) -> Iterator[str]:
+    """Yield a line for each setting of the param groups; waits for the devices of tensors among them.
+
+    ``experts`` are the names of this rank's own parameters. As elements of a setting they aren't told.
+    """
+    told = _Texts(experts, waits=True).of
     for at, group in enumerate(groups):
-        yield from (f"{key} of group {at}: {_told(group[key])}" for key in sorted(group.keys() - _MEMBERS))
+        yield from (f"{key} of group {at}: {told(group[key])}" for key in sorted(group.keys() - _MEMBERS))
 
 
 class Settings:
     """Describes and hashes the settings of param groups, for the ranks to compare at each step.
 
     A setting is described and hashed anew if it has been replaced since the last step, or may change in place, as
-    lists, dicts and tensors may. The host waits for no device: the numbers of a tensor there are copied at one step
-    and compared at the next.
+    lists, dicts and tensors may; a large one of these only if it has been replaced or counts its writes. The host
+    waits for no device: the numbers of a tensor there are copied at one step and compared at the next.
     """
 
-    def __init__(self, optim: Optimizer) -> None:
+    def __init__(self, optim: Optimizer, parameters: ParameterStore) -> None:
         self._optim = optim
+        self._parameters = parameters
+        self._texts = _Texts()
         self._keys: list[str] = []
         self._names: list[str | None] = []  # by place among the keys; None: ranks don't compare it
         self._values: list[Any] = []
@@ -53,6 +70,7 @@ class Settings:
             own = (_name(key, at) for at, group in enumerate(groups) for key in group)
             self._keys, self._names, self._values = keys, [*others, *own], [_NONE] * len(keys)
             self._described, self._in_place = dict.fromkeys(sorted(filter(None, self._names)), ""), set()
+            self._texts.experts = {record.name for record in self._parameters if record.shard_group}
         changed = [place for place, value in enumerate(values) if value is not self._values[place]]
         self._values = values
         if changed or self._in_place:
@@ -66,7 +84,7 @@ class Settings:
             name, value = self._names[place], self._values[place]
             if name is not None:
                 (self._in_place.add if _may_change(value) else self._in_place.discard)(place)
-                told = _told(value, waits=False) + self._late(place, step)
+                told = self._texts.of(value) + self._late(place, step)
                 others |= told != self._described[name]
                 self._described[name] = told
         if others:
@@ -90,34 +108,113 @@ def _name(key: str, at: int) -> str | None:
     return None if key in _MEMBERS or key in _KERNELS else f"{key} of group {at}"
 
 
-def _told(value: object, waits: bool = True) -> str:
-    """Return a setting as text: its value if that is plain and small, else its type; ``waits``: on a device, too."""
-    if type(value) is float:
-        return repr(value)
-    if isinstance(value, Tensor):
-        read = value.numel() <= _FEW and not value.is_meta and (waits or value.is_cpu)
-        return f"a tensor{f' {value.tolist()}' if read else ''}, {tuple(value.shape)} {value.dtype}"
-    if isinstance(value, (tuple, list)) and len(value) <= _FEW:
-        return f"({', '.join(_told_within(each, waits) for each in value)})"
-    if isinstance(value, dict) and len(value) <= _FEW:
-        return f"{{{', '.join(f'{key}: {_told_within(each, waits)}' for key, each in value.items())}}}"
-    return repr(value) if isinstance(value, (Number, str, NoneType, torch.dtype)) else type(value).__name__
+class _Texts:
+    """Tells settings as texts, which are the same on all ranks if the settings are.
+
+    Plain values are written out, others that have bytes or elements as a digest if these are many. Of any other object
+    only the type is told, since its text may have its address.
+
+    Attributes:
+        experts: the names of this rank's own parameters, which other ranks needn't have.
+    """
+
+    def __init__(self, experts: Collection[str] = (), waits: bool = False) -> None:
+        self.experts = experts
+        self._waits = waits  # for devices, to read tensors there
+        # Checksums of long tensors, each with the tensor's version at the time.
+        self._sums: MutableMapping[Tensor, tuple[int | None, str]] = WeakTensorKeyDictionary()
+
+    def of(self, value: object, within: bool = False) -> str:
+        """Return a setting, or what is ``within`` one, as text."""
+        if type(value) is float:
+            return repr(value)
+        if isinstance(value, Tensor):
+            return f"a tensor{self._numbers(value)}, {tuple(value.shape)} {value.dtype}"
+        if isinstance(value, Enum):
+            return f"{type(value).__qualname__}.{value.name}, {self.of(value.value, True)}"
+        if within and isinstance(value, str) and value in self.experts:
+            return "the name of a parameter that not all ranks share"
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, (tuple, list)):
+            return _short("({})", [self.of(each, True) for each in value])
+        if isinstance(value, dict):
+            return _short("{{{}}}", [f"{self.of(key, True)}: {self.of(each, True)}" for key, each in value.items()])
+        if isinstance(value, (set, frozenset)):
+            return _short("{{{}}}", sorted(self.of(each, True) for each in value))
+        if isinstance(value, _NAMED):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, torch.device):
+            return value.type  # each rank has an index of its own
+        memory = _memory(value)
+        return type(value).__name__ if memory is None else f"{type(value).__name__}{_of_memory(value, memory)}"
+
+    def _numbers(self, value: Tensor) -> str:
+        """Return the numbers of a tensor that can be read as text: a checksum of many; empty if it can't."""
+        if value.is_meta or not (self._waits or value.is_cpu):
+            return ""
+        if value.numel() <= _FEW:
+            return f" {value.tolist()}"
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+            return ""
+        version = None if value.is_inference() else value._version
+        known = self._sums.get(value)
+        if known is None or known[0] is None or known[0] != version:
+            sum_ = checksum(value.resolve_conj().resolve_neg())
+            self._sums[value] = known = version, f" with checksum {sum_.item():x}"
+        return known[1]
 
 
-def _told_within(value: object, waits: bool) -> str:
-    """Return an element of a setting as text; any string as ``str``, since it may be the name of an expert."""
-    return "str" if isinstance(value, str) else _told(value, waits)
+def _short(form: str, elements: Sequence[str]) -> str:
+    """Return the texts of elements in ``form``, or how many there are and their digest."""
+    if len(elements) <= _FEW:
+        return form.format(", ".join(elements))
+    return form.format(f"{len(elements)} elements with digest {_digest(chr(10).join(elements).encode())}")
+
+
+def _memory(value: object) -> memoryview | None:
+    """Return the memory of an object that has some, such as an array, unless there are addresses in it."""
+    try:
+        memory = memoryview(value)  # type: ignore[arg-type]
+    except Exception:  # of any type: it is the object that answers
+        return None
+    return None if _ADDRESSES.intersection(memory.format) else memory
+
+
+def _of_memory(value: Any, memory: memoryview) -> str:
+    """Return an array's elements as text if they are few, else their digest, with its shape and type."""
+    few = hasattr(value, "tolist") and memory.nbytes <= _FEW * memory.itemsize
+    told = str(value.tolist()) if few else f"with digest {_digest(memory.tobytes())}"
+    return f" {told}, {memory.shape} {memory.format}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _may_change(value: object) -> bool:
-    """Return whether a setting may change without being replaced."""
-    return isinstance(value, (list, dict, Tensor)) or (isinstance(value, tuple) and any(map(_may_change, value)))
+    """Return whether a setting may change without being replaced, and is small enough to be looked at in every step."""
+    parts = list(islice(_parts(value), _MANY + 1))
+    return len(parts) <= _MANY and any(map(_may_be_written, parts))
+
+
+def _parts(value: object) -> Iterator[object]:
+    """Yield a setting, and whatever it contains."""
+    yield value
+    if isinstance(value, (tuple, list, dict, set, frozenset)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _parts(each)
+
+
+def _may_be_written(value: object) -> bool:
+    if isinstance(value, (list, dict, set, Tensor)):
+        return True
+    memory = None if isinstance(value, (*_PLAIN, tuple, frozenset)) else _memory(value)
+    return memory is not None and not memory.readonly and memory.nbytes <= _LARGE
 
 
 def _on_device(value: object) -> Iterator[Tensor]:
-    """Yield the small tensors on a device in a setting, which may be one or a list or tuple of values."""
-    if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _on_device(each)
-    elif isinstance(value, Tensor) and not (value.is_cpu or value.is_meta) and value.numel() <= _FEW:
-        yield value
+    """Yield the small tensors on a device in a setting."""
+    for each in islice(_parts(value), _MANY):
+        if isinstance(each, Tensor) and not (each.is_cpu or each.is_meta) and each.numel() <= _FEW:
+            yield each

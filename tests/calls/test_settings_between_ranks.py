@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,14 @@ from tests.support.several import check_all, of_all
 RANKS, ODD = 3, 1
 
 
+class Kind(Enum):
+    LINEAR = 0
+    COSINE = 1
+
+    def told(self) -> str:
+        return self.name
+
+
 def settings() -> dict[str, Any]:
     """Of every kind that ranks compare, in containers of their own."""
     return {
@@ -28,6 +38,21 @@ def settings() -> dict[str, Any]:
         "note": {"decay": 0.5},
         "lr": 0.01,
         "pair": (torch.tensor(0.1),),
+        "list": [0.1] * 17,
+        "dict": dict.fromkeys(range(17), 0.1),
+        "nested": {"of": [1, {"those": ("a", "b")}]},
+        "tensor": torch.zeros(2000),
+        "tensors": [torch.zeros(17), torch.zeros(17)],
+        "array": np.array([1.0, 2.0]),
+        "half": np.zeros((3, 17), dtype=np.float16)[:, ::2],
+        "bytes": bytes(3),
+        "enum": Kind.LINEAR,
+        "set": {3, 1},
+        "frozenset": frozenset(),
+        "range": range(3),
+        "function": math.sin,
+        "class": Kind,
+        "method": Kind.told,
     }
 
 
@@ -56,9 +81,26 @@ CHANGES: dict[str, tuple[Callable[[Group], Any], str]] = {
     "weight_decay": (lambda group: group.update(weight_decay=0.7), "0.7"),
     "weight_decay in place": (lambda group: group["weight_decay"].fill_(0.75), "0.75"),
     "amsgrad": (lambda group: group.update(amsgrad=True), "True"),
-    "note": (lambda group: group["note"].update(decay=0.25), "{decay: 0.25}"),
+    "note": (lambda group: group["note"].update(decay=0.25), "{'decay': 0.25}"),
     "pair in place": (lambda group: group["pair"][0].fill_(0.625), "0.625"),
     "initial_lr": (lambda group: group.update(initial_lr=0.3), "0.3"),
+    "list in place": (lambda group: group["list"].__setitem__(16, 0.5), "(17 elements with digest "),
+    "dict in place": (lambda group: group["dict"].update({16: 0.5}), "{17 elements with digest "),
+    "nested": (lambda group: group.update(nested={"of": [1, {"those": ("a", "c")}]}), "'c'"),
+    "tensor": (lambda group: group.update(tensor=torch.ones(2000)), "a tensor with checksum "),
+    "tensor in place": (lambda group: group["tensor"][1500].fill_(1.0), "a tensor with checksum "),
+    "tensors in place": (lambda group: group["tensors"][1][3].fill_(1.0), "a tensor with checksum "),
+    "array in place": (lambda group: group["array"].__setitem__(1, 3.0), "ndarray [1.0, 3.0], (2,) d"),
+    "array": (lambda group: group.update(array=np.array([1.0, 2.0], dtype=np.float32)), "(2,) f"),
+    "half in place": (lambda group: group["half"].__setitem__((2, 8), 1.0), "ndarray with digest "),
+    "bytes": (lambda group: group.update(bytes=b"123"), "bytes with digest "),
+    "enum": (lambda group: group.update(enum=Kind.COSINE), "Kind.COSINE, 1"),
+    "set in place": (lambda group: group["set"].add(2), "{1, 2, 3}"),
+    "frozenset": (lambda group: group.update(frozenset=frozenset({"b", "a"})), "{'a', 'b'}"),
+    "range": (lambda group: group.update(range=range(4)), "range(0, 4)"),
+    "function": (lambda group: group.update(function=math.cos), "math.cos"),
+    "class": (lambda group: group.update({"class": Enum}), "enum.Enum"),
+    "method": (lambda group: group.update(method=len), "builtins.len"),
 }
 
 
@@ -134,6 +176,35 @@ def settings_that_may_change_in_place_may_go_and_come_back(rank: int, world_size
         steps(Together(rank), model, optimizer, [0])
 
 
+class Same:
+    """Has a text of its own on each rank."""
+
+
+def settings_that_ranks_cannot_compare_or_may_have_of_their_own(rank: int, world_size: int) -> None:
+    """Objects have addresses, a rank its device, and experts their names."""
+    model = net()
+    own = {dist.new_group([rank], use_local_synchronization=True): list(model[0].parameters())}
+    apart = nn.ModuleDict({f"expert {rank}": model[0], "rest": model[1:]})
+    optimizer = LowLevelZeroOptimizer(AdamW(apart.parameters()), pg_to_param_list=own, model=apart)
+    optimizer.param_groups[0].update(
+        {
+            "object": Same(),
+            "objects": [Same(), (Same(), {Same()}), {Same(): Same()}],
+            "array of objects": np.array([Same(), Same()]),
+            "function": lambda: rank,
+            "device": torch.device("cuda", rank),
+            "names": [f"expert {rank}.weight", "rest.1.weight"],
+            "by name": {f"expert {rank}.weight": 0.5},
+        }
+    )
+    for at in range(2):
+        steps(Together(rank), model, optimizer, [at])
+    optimizer.param_groups[0]["names"].append(f"expert of rank {rank}")
+    optimizer.backward(loss_at(model, 2)(rank))
+    with pytest.raises(ValueError, match=f"'expert of rank {ODD}'"):
+        optimizer.step()
+
+
 class Counted(float):
     """A number that counts how often it is written out."""
 
@@ -147,7 +218,10 @@ class Counted(float):
 def settings_that_stay_cost_no_exchange_and_are_not_described_again(rank: int, world_size: int) -> None:
     model = net()
     optimizer = LowLevelZeroOptimizer(AdamW(model.parameters(), lr=Counted(0.01)), model=model)
+    large = {"tensor": torch.zeros(17), "tensors": [torch.zeros(17)], "list": [Counted(0.1)] * 1001}
+    optimizer.param_groups[0].update(large, pair=(Counted(0.1), "a", frozenset({Counted(0.2)})))
     begun = []
+    patch = pytest.MonkeyPatch()
     for at in range(6):
         optimizer.backward(loss_at(model, at)(rank))
         before = optimizer.shard_group.progress.begun["agreement"]
@@ -156,7 +230,9 @@ def settings_that_stay_cost_no_exchange_and_are_not_described_again(rank: int, w
         optimizer.zero_grad()
         if at == 1:
             Counted.told = 0
+            patch.setattr("lowlevel_zero.diagnostics.settings.checksum", None)
     assert Counted.told == 0
+    patch.undo()
     assert begun[1:] == [1] * 5  # after the first step the ranks take over an order of gradients
 
 
@@ -293,6 +369,7 @@ def values_are_compared_once_where_ranks_have_not_written_alike(rank: int, world
 
 CHECKS = [
     settings_in_another_order_are_the_same,
+    settings_that_ranks_cannot_compare_or_may_have_of_their_own,
     a_loss_scale_of_one_rank_s_own_is_refused_by_name,
     settings_that_stay_cost_no_exchange_and_are_not_described_again,
     settings_that_may_change_in_place_may_go_and_come_back,
