@@ -74,7 +74,7 @@ AFTERMATHS = [
         Recovery.ZERO_GRAD,
     ),
     Aftermath(
-        ("clip_grad_norm_", "lowlevel_zero.clip_grad_norm_", "p.grad", "synchronize"),
+        ("clip_grad_norm_", "lowlevel_zero.clip_grad_norm_", "lowlevel_zero.clip_grad_value_", "p.grad", "synchronize"),
         Left.GRADIENTS,
         Others.LATER,
         Recovery.ZERO_GRAD,
@@ -85,9 +85,21 @@ AFTERMATHS = [
     Aftermath(
         ("get_grad_norm", "verify", "offload_states", "reload_states"), Left.GRADIENTS, Others.LATER, Recovery.ZERO_GRAD
     ),
-    Aftermath(("get_param_grad", "state_dict"), Left.NOTHING, Others.WAIT, Recovery.RESTART),
-    Aftermath(("load_state_dict", "load_checkpoint"), Left.UNDEFINED, Others.WAIT, Recovery.RESTART),
+    Aftermath(
+        ("get_param_grad", "state_dict", "Sharded.state_dict", "deepspeed.safe_get_full_*"),
+        Left.NOTHING,
+        Others.WAIT,
+        Recovery.RESTART,
+    ),
+    Aftermath(("deepspeed.safe_set_full_grad",), Left.GRADIENTS, Others.WAIT, Recovery.RESTART),
+    Aftermath(
+        ("load_state_dict", "load_checkpoint", "Sharded.load_state_dict", "deepspeed.safe_set_full_fp32_param"),
+        Left.UNDEFINED,
+        Others.WAIT,
+        Recovery.RESTART,
+    ),
     Aftermath(("save_checkpoint",), Left.NO_CHECKPOINT, Others.RAISE, Recovery.AGAIN),
+    Aftermath(("latest(group=...)",), Left.NOTHING, Others.RAISE, Recovery.AGAIN),
 ]
 
 OF_CALL = {call: each for each in AFTERMATHS for call in each.calls}

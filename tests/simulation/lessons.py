@@ -115,6 +115,23 @@ LESSONS: dict[str, Lesson] = {
         ("model(...)", "backward", "state_dict", "step", "zero_grad", "load_state_dict"), carrier="memory"
     ),
     "checkpoints": Lesson(("model(...)", "backward", "step", "zero_grad", "save_checkpoint", "load_checkpoint")),
+    "clipped by functions": Lesson(
+        (*TRAIN[:2], "lowlevel_zero.clip_grad_value_", "lowlevel_zero.clip_grad_norm_", "step", "zero_grad"),
+        options=STAGE_2,
+    ),
+    "sharded states": Lesson(
+        ("model(...)", "backward", "Sharded.state_dict", "step", "zero_grad", "Sharded.load_state_dict"),
+        optimizer="adam",
+        options=STAGE_2,
+    ),
+    "accessors": Lesson(
+        (
+            *("model(...)", "backward", "deepspeed.safe_get_full_*", "deepspeed.safe_set_full_grad"),
+            *("deepspeed.safe_set_full_fp32_param", "step", "zero_grad"),
+        ),
+        options=STAGE_2,
+    ),
+    "newest": Lesson((*TRAIN[:2], "step", "zero_grad", "save_checkpoint", "latest(group=...)")),
     "modes": Lesson(
         ("train", "model(...)", "backward", "step", "zero_grad", "eval"),
         optimizer="with modes",

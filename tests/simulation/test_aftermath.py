@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import lowlevel_zero
-from lowlevel_zero import LowLevelZeroOptimizer, checkpoint
+from lowlevel_zero import LowLevelZeroOptimizer, checkpoint, deepspeed
 from tests.simulation import faults, training
 from tests.simulation.aftermath import AFTERMATHS, OF_CALL
 from tests.simulation.faults import Point, points, problem
@@ -28,7 +28,7 @@ def test_the_table_of_the_page_has_these_rows() -> None:
 
 def test_the_rows_name_public_calls_and_those_of_the_trainings() -> None:
     names = [call.rpartition(".")[2] for call in OF_CALL if call.replace(".", "").isidentifier()]
-    homes = (LowLevelZeroOptimizer, lowlevel_zero, checkpoint, torch.Tensor)
+    homes = (LowLevelZeroOptimizer, lowlevel_zero, checkpoint, deepspeed, torch.Tensor)
     assert [name for name in names if not any(hasattr(home, name) for home in homes)] == []
     used = {call for lesson in LESSONS.values() for call in (*lesson.first, *lesson.calls)}
     assert used <= set(OF_CALL)

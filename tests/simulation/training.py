@@ -11,9 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lowlevel_zero
 from lowlevel_zero import LowLevelZeroOptimizer
-from lowlevel_zero.checkpoint import load_checkpoint, save_checkpoint
+from lowlevel_zero.checkpoint import Sharded, latest, load_checkpoint, save_checkpoint
 from lowlevel_zero.communication.failed_ranks import LostRank
+from lowlevel_zero.deepspeed import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from tests.simulation.aftermath import OF_CALL, UNCHANGED, Recovery
 from tests.simulation.lessons import BATCHES, OPTIMIZERS, Lesson, Model
 from tests.support.options import grouped
@@ -250,6 +257,35 @@ class Training:
     def load_state(self) -> None:
         self._zero.load_state_dict(self._state)
 
+    def clip_values(self) -> None:
+        lowlevel_zero.clip_grad_value_(self._model.parameters(), 0.01)
+
+    def clip_jointly(self) -> None:
+        lowlevel_zero.clip_grad_norm_(self._model.parameters(), 0.5)
+
+    def sharded_state(self) -> None:
+        self._state = Sharded(self._zero).state_dict()
+
+    def load_sharded_state(self) -> None:
+        Sharded(self._zero).load_state_dict(self._state)
+
+    def get_whole(self) -> None:
+        weight = self._model.b.weight
+        for value in (safe_get_full_fp32_param(weight), safe_get_full_grad(weight)):
+            assert value is not None
+            assert value.shape == weight.shape
+
+    def set_master(self) -> None:
+        weight = self._model.b.weight
+        safe_set_full_fp32_param(weight, torch.full_like(weight, 0.5))
+
+    def set_gradient(self) -> None:
+        weight = self._model.b.weight
+        safe_set_full_grad(weight, torch.full_like(weight, 0.5))
+
+    def newest(self) -> None:
+        assert latest(self._folder, group=dist.group.WORLD) is not None
+
 
 CALLS: dict[str, Callable[[Training], Any]] = {
     CONSTRUCT: Training.construct,
@@ -275,6 +311,14 @@ CALLS: dict[str, Callable[[Training], Any]] = {
     "load_state_dict": Training.load_state,
     "save_checkpoint": Training.save,
     "load_checkpoint": Training.load,
+    "lowlevel_zero.clip_grad_norm_": Training.clip_jointly,
+    "lowlevel_zero.clip_grad_value_": Training.clip_values,
+    "Sharded.state_dict": Training.sharded_state,
+    "Sharded.load_state_dict": Training.load_sharded_state,
+    "deepspeed.safe_get_full_*": Training.get_whole,
+    "deepspeed.safe_set_full_fp32_param": Training.set_master,
+    "deepspeed.safe_set_full_grad": Training.set_gradient,
+    "latest(group=...)": Training.newest,
 }
 
 
