@@ -16,6 +16,7 @@ from lowlevel_zero import Diagnostics, LowLevelZeroOptimizer
 from tests.simulation.world import Carrier, simulate
 
 RANKS = 2
+MANY = 9  # exceptions, after which ranks are said not to meet again
 NAMES = "abcdef"
 X = torch.randn(4, RANKS, 4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -138,3 +139,61 @@ def test_an_optimizer_that_has_retired_the_only_other_one_agrees_on_no_backward(
         return optimizer.shard_group.context.is_shared
 
     assert simulate(job, RANKS, 0, "nccl").results == {0: False, 1: False}
+
+
+# ---- after an exception ----
+
+
+def clear(optimizers: list[LowLevelZeroOptimizer], from_the_first: bool) -> int:
+    """Call ``zero_grad`` of each, and of all again if one raises, or of that one alone; return how often one did."""
+    raised = at = 0
+    while at < len(optimizers) and raised < MANY:
+        try:
+            optimizers[at].zero_grad()
+            at += 1
+        except RuntimeError:
+            raised += 1
+            at = 0 if from_the_first else at
+    return raised
+
+
+@pytest.mark.parametrize("ahead", [(0,), (0, 1, 0), (1,), (1, 0), (0, 0, 0)])
+@pytest.mark.parametrize("carrier", ["messages", "memory"])
+def test_ranks_of_which_one_is_calls_ahead_meet_again(carrier: Carrier, ahead: tuple[int, ...]) -> None:
+    """In ``zero_grad`` of all optimizers, from the first one: one rank has called it ``ahead``, another hasn't.
+
+    A rank that comes to its next batch alone is told so in its step, and begins again.
+    """
+
+    def job(rank: int, from_the_first: bool) -> tuple[int, Tensor]:
+        model = build()
+        made = [
+            LowLevelZeroOptimizer(half, model=model, stage=2, diagnostics=Diagnostics(stall_timeout=0.0))
+            for half in halves(model)
+        ]
+        made[0].backward(loss_of(model, 0, rank, ""))
+        raised = 0
+        for number in ahead if rank == 1 else ():
+            try:
+                made[number].zero_grad()
+            except RuntimeError:
+                break  # and it does as the other does
+        while raised < MANY:
+            raised += clear(made, from_the_first)
+            try:
+                made[0].backward(loss_of(model, 1, rank, ""))
+                for each in made:
+                    each.step()
+                break
+            except RuntimeError:
+                raised += 1
+        return raised, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    outcome = simulate(lambda rank: job(rank, True), RANKS, 0, carrier)
+    assert (outcome.deadlock, outcome.errors) == (None, {}), outcome.tracebacks
+    (first, weights), (second, others) = outcome.results.values()
+    assert max(first, second) < 4
+    assert torch.equal(weights, others)
+    if ahead == (0,):
+        repeated = simulate(lambda rank: job(rank, False), RANKS, 0, carrier)
+        assert all(raised >= MANY for raised, _ in repeated.results.values())
