@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowlevel_zero import LowLevelZeroOptimizer
+from lowlevel_zero.construction import prepare
 from tests.support.ranks import run_ranks
 from tests.support.scripts import Alone, Together, momentum, net, steps
 from tests.support.several import check_all, of_all
@@ -167,9 +168,31 @@ def one_rank_alone_constructs_another_where_the_others_step(rank: int, world_siz
     steps(Together(rank), model, old, range(1))
 
 
+def one_rank_leaves_construction_between_agreements(rank: int, world_size: int) -> None:
+    """As by an interrupt: the others are at the next exchange, and learn there that it makes another call."""
+    old = wrap(model := Model())
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == ODD:
+            patch.setattr(prepare, "make_groups", interrupted)
+        with pytest.raises(KeyboardInterrupt if rank == ODD else RuntimeError):
+            wrap(Model())
+    if rank == ODD:
+        with pytest.raises(RuntimeError, match="of another call"):
+            old.zero_grad()
+    old.zero_grad()
+    train_as_alone(other := Model(), new := wrap(other), rank, world_size)
+    assert len(set(of_all(new.shard_group.number))) == 1
+    steps(Together(rank), model, old, range(1))
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 CHECKS = [
     all_ranks_raise_and_may_try_again,
     one_rank_alone_constructs_another_where_the_others_step,
+    one_rank_leaves_construction_between_agreements,
     a_group_that_one_rank_can_not_add,
     a_model_on_several_devices_is_refused,
     a_named_parameter_that_it_has_already_is_refused_and_it_trains_on,

@@ -353,6 +353,13 @@ MUTANTS = [
         DROPS,
     ),
     Mutant(
+        "each rank counts its shard groups alone",
+        "communication/agreement.py",
+        "*most, group.context.shard_groups = group.all_reduce_max(told)",
+        "*most, _ = group.all_reduce_max(told)",
+        "tests/calls/test_failed_construction.py",
+    ),
+    Mutant(
         "model.zero_grad() drops nothing",
         REDUCER,
         "self._gradients.hide_cleared(touched, adds) if touched else []",
