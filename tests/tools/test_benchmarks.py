@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -204,6 +205,50 @@ def test_bars_are_judged_and_shown(tmp_path: Path) -> None:
     assert judged[bars.FP32, "ours-2 / deepspeed-2"].measured is None
     assert judged[bars.FP32, "ours-1, held after step / the least"].measured == pytest.approx(1, abs=0.02)
     assert "measured bars hold" in bars.report(tmp_path)
+
+
+MISSES = (ROOT / "benchmarks" / "results" / "misses.md").read_text()
+NUMBER = r"\d[\d.]*\d|\d"
+# By the beginning of a row in misses.md: the bars that it is about, as ``bars`` names them.
+ROWS = {
+    "2 ranks, to DDP": rf"{bars.FP32}: ours-. / ddp$",
+    "2 ranks, fp32, to ZeroRedundancyOptimizer": rf"{bars.FP32}: ours-. / (zro|fairscale|fsdp2|deepspeed|colossalai)",
+    "2 ranks, bf16, to DDP with masters": rf"{bars.BF16}: ours-. / ddp-masters",
+    "4 ranks on 2 cores, to DDP": rf"{bars.FOUR}: ours-. / ddp",
+    "85M, 4 ranks": rf"{bars.LARGE}: ours-. / ddp",
+    "four micro-batches under": rf"{bars.ACCUMULATED}: ours-. / ddp",
+    "four micro-batches, each reduced": rf"{bars.ACCUMULATED}: ours-.-each / ddp",
+    "peak of a step, stage 1": r"peak: ours-1, peak",
+    "the same with offload": r"peak: ours-1-offload, peak",
+    "construction, microseconds": r"construction: .* on 2 ranks",
+    "the same, 64 ranks": r"construction: .* on 64 ranks",
+    "the same, 4,096 ranks |": r"construction: .* on 4,096 ranks",
+    "host microseconds per parameter and step, 8": r"overhead: us .* 8 ranks",
+    "the same, 1, 64, 512 and": r"overhead: us .* (1|64|512|4096) ranks",
+    "the same, 4,096 ranks to 8": r"overhead: 4,096 ranks / 8",
+    "messages on loopback": rf"{bars.FP32}: ours-.-messages / ddp",
+    "1 Gbit/s, to DDP": rf"{bars.LINK}: ours-. / ddp",
+    "1 Gbit/s, overlapped": rf"{bars.LINK}: ours-.-overlap / ddp",
+    "1 Gbit/s, gradients in bf16": rf"{bars.LINK}: ours-.-bf16 / ddp",
+    "1 Gbit/s, fp8": rf"{bars.LINK}: ours-.-fp8 / ddp",
+    "100 Mbit/s, 2 x 2": rf"{bars.TWO_BY_TWO[bars.SLOW_LINK]}: ours-2-hybrid, time",
+    "stand-still of an async save": r"checkpoints: stall of an async save",
+}
+
+
+def test_each_missed_bar_has_a_row_with_what_is_asked_and_what_was_measured() -> None:
+    """Of the kept results; so the table's figures are theirs."""
+    for verdict in bars.verdicts(RESULTS):
+        if verdict.measured is None or verdict.holds:
+            continue
+        name = f"{verdict.part}: {verdict.what}"
+        begins = [row for row, pattern in ROWS.items() if re.match(pattern, name)]
+        rows = [line for line in MISSES.splitlines() if begins and line.startswith(f"| {begins[0]}")]
+        assert len(begins) == len(rows) == 1, f"{name} has no row"
+        asked, measured = rows[0].split(" | ")[1:3]
+        expected = {f"{verdict.measured:.{digits}f}" for digits in ((2,) if verdict.measured < 5 else (0, 1))}
+        assert expected & set(re.findall(NUMBER, measured)), f"{name}: {verdict.measured}"
+        assert verdict.bar in map(float, re.findall(NUMBER, asked)), f"{name}: {verdict.bar}"
 
 
 def test_results_go_between_the_markers(tmp_path: Path) -> None:
