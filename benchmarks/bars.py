@@ -242,7 +242,7 @@ def _checkpoints(folder: Path) -> Iterator[Verdict]:
     yield Verdict(part, "stall of an async save / one plain copy", measured, 1.1)
     few, many, exchanges = (content.get("beside", {}).get(name) for name in ("3", "1000", "exchanges"))
     yield Verdict(part, "a save beside 1,000 checkpoints / beside 3", many / few if few else None, 1.1)
-    yield Verdict(part, "agreements of a save", exchanges, 2.0)
+    yield Verdict(part, "exchanges of a save", exchanges, 2.0)
     for library in ("bitsandbytes", "torchao"):
         measured = content.get("8 bits", {}).get(library)
         yield Verdict(part, f"bytes a parameter on disk, {library}", measured, 2.6)

@@ -40,6 +40,15 @@ from .tables import TABLES
 OURS, FSDP2 = "ours", "fsdp2"
 SAVE, ASYNC_SAVE, STALL, LOAD, RESHARD = "save", "async save", "stall of an async save", "load", "load on other ranks"
 FEW, MANY = 3, 1000  # older checkpoints beside a save
+# What a save may exchange with: agreements, and collectives of objects.
+EXCHANGES: tuple[tuple[Any, str], ...] = (
+    (ShardGroup, "all_reduce_max"),
+    (ShardGroup, "all_gather_object"),
+    (dist, "all_gather_object"),
+    (dist, "gather_object"),
+    (dist, "broadcast_object_list"),
+    (dist, "scatter_object_list"),
+)
 SMALL = (4, 256)  # layers and width of a model whose saves show what is beside them
 
 
@@ -208,8 +217,8 @@ def save_beside_others(rank: int, world_size: int, rounds: int, folder: Path) ->
 
         return counting
 
-    ShardGroup.all_reduce_max = counted(ShardGroup.all_reduce_max)  # type: ignore[method-assign]
-    ShardGroup.all_gather_object = counted(ShardGroup.all_gather_object)  # type: ignore[method-assign]
+    for home, name in EXCHANGES:
+        setattr(home, name, counted(getattr(home, name)))
     for at in range(10 * rounds):
         for count in (FEW, MANY):
             with measured(figure := {}):

@@ -154,6 +154,13 @@ def test_construction_is_measured_on_real_and_on_simulated_ranks(
     assert all(row["cpu"] > 0 for row in rows)
 
 
+def test_all_exchanges_of_a_save_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Collectives of objects, too, which no agreement makes."""
+    monkeypatch.setattr(checkpoints, "MANY", 4)
+    found = run_ranks(checkpoints.save_beside_others, 2, 1, tmp_path)
+    assert [each["exchanges"] for each in found] == [4.0, 4.0]
+
+
 def test_a_fake_world_undoes_itself() -> None:
     def look(rank: int, world_size: int) -> tuple[int, int, bool]:
         real = dist.all_reduce
