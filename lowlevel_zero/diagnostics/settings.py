@@ -28,6 +28,7 @@ _LARGE = 2**20  # bytes of an array that may change in place, at most, for it to
 
 _ADDRESSES = frozenset("OPXz&")  # among the format of a memory: it holds objects or pointers
 _PLAIN = (Number, str, NoneType, torch.dtype, torch.layout, torch.memory_format, range)
+_FIXED = frozenset({float, int, bool, str, NoneType})
 _NAMED = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 
@@ -194,6 +195,8 @@ def _digest(data: bytes) -> str:
 
 def _may_change(value: object) -> bool:
     """Return whether a setting may change without being replaced, and is small enough to be looked at in every step."""
+    if type(value) in _FIXED:  # such as a learning rate, which a scheduler replaces in each step
+        return False
     parts = list(islice(_parts(value), _MANY + 1))
     return len(parts) <= _MANY and any(map(_may_be_written, parts))
 
