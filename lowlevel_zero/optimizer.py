@@ -30,6 +30,7 @@ from .construction.prepare import (
     shard,
 )
 from .construction.start_line import log_start
+from .diagnostics.frozen_weights import FrozenWeights
 from .diagnostics.settings import Settings
 from .diagnostics.untrained import Untrained
 from .diagnostics.verification import verify
@@ -156,6 +157,7 @@ class LowLevelZeroOptimizer(ColossalNames):
             self._backwards = Backwards(self.sharded_groups, self.guard, self.step_state, context)
             self._settings = Settings(optimizer, parameters)
             self._untrained = Untrained(model, parameters, alive)
+            self.guard.frozen = self._frozen = FrozenWeights(model, parameters, alive)
             register(self)
             log_start(self)
 
@@ -287,9 +289,11 @@ class LowLevelZeroOptimizer(ColossalNames):
         others = {"clip_grad_norm": self.options.clip_grad_norm, **(self.scaler.settings() if self.scaler else {})}
         settings = self._settings.at(self.shard_group.progress.step, others)
         call = call._replace(settings=settings, written=[each for each in self.guard.edited if each.writes])
+        call = call._replace(written=[*call.written, *self._frozen.look(self.shard_group.progress.step)])
         norm, self.stepper.left = self.stepper.new_norm(), None
         with self.calls.taking_part(partial(self._catch_up, norm), damage=Damage.GRADIENTS | Damage.PARAMETERS):
             self.calls.finish_gradients(call)
+            self._frozen.note()
             self.observer.step_begins()  # it may ask the other ranks, so they have to be in this call
             if self.guard.edited:
                 self.guard.follow_edits()

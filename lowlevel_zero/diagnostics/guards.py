@@ -9,7 +9,7 @@ from functools import partial
 from operator import is_
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..bookkeeping.module_names import own_names
@@ -21,6 +21,7 @@ from ..communication.failed_ranks import run_each
 from ..communication.shard_group import ShardGroup
 from ..sharded_group import ShardedGroup
 from ..streams import Streams
+from .frozen_weights import REPLACED, FrozenWeights
 from .verification import difference
 
 
@@ -30,6 +31,7 @@ class Guard:
     Attributes:
         edited: the records whose parameters were written or moved since the ranks agreed last, and those for which a
             state dict has brought a master, as ``trouble`` found.
+        frozen: finds writes of other weights, once the optimizer is constructed.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Guard:
         self._parameters = parameters
         self._model = model
         self.edited: list[ShardedParameter] = []
+        self.frozen: FrozenWeights | None = None
 
     def enter(self, call: str, updates: bool = True, wakes: bool = True) -> None:
         """Raise ``RuntimeError`` where ``call`` can't be made, as in a backward or fork; else end a sleep if ``wakes``.
@@ -124,13 +127,17 @@ class Guard:
         """Raise on all ranks unless unevenly written parameters are equal, and add them to ``edited``. Communicates.
 
         They are equal if a rank swaps weights for averaged ones and back, or writes values that others receive from it.
+        What some ranks have replaced is refused whatever its values are, since these ranks train it no more.
         """
-        written = {record.p: record for record in records if record.name in uneven.names}
-        if difference({p: record.name for p, record in written.items()}, group) is not None:
+        written = [record for record in records if record.name in uneven.names]
+        names: dict[Tensor, str] = {record.p: record.name for record in written}
+        if self.frozen is not None:
+            names.update(self.frozen.named(uneven.names))
+        if any(name.endswith(REPLACED) for name in uneven.names) or difference(names, group) is not None:
             raise raised_by_all(RuntimeError(str(uneven)), group) from None
-        for record in written.values():
+        for record in written:
             record.version = -1
-        self.edited += [record for record in written.values() if record not in self.edited]
+        self.edited += [record for record in written if record not in self.edited]
 
     def refuse_uneven(self, doing: str, groups: Sequence[ShardedGroup]) -> None:
         """Raise on all ranks if some have written parameters, and values differ between ranks. Communicates.

@@ -19,6 +19,11 @@ _log = logging.getLogger("lowlevel_zero")
 _EVERY = 64  # steps between two checks, in the long run
 
 
+def is_due(steps: int) -> bool:
+    """Return whether a check that takes time is due after so many steps: after 0, 1, 2, 4, ..., and every 64th."""
+    return steps % _EVERY == 0 or steps & (steps - 1) == 0
+
+
 class Untrained:
     """Warns once of parameters of ``model`` that get gradients and that no optimizer trains.
 
@@ -36,7 +41,7 @@ class Untrained:
 
     def look(self, steps: int, lacked: bool) -> None:
         """If ``steps`` or ``lacked`` makes a look due, warn once of each parameter with a gradient and no optimizer."""
-        due = steps % _EVERY == 0 or steps & (steps - 1) == 0 or lacked > self._lacked
+        due = is_due(steps) or lacked > self._lacked
         self._lacked = lacked
         if not due or self._model is None:
             return

@@ -295,6 +295,60 @@ def test_all_ranks_refuse_a_step_from_other_weights(subtests: pytest.Subtests) -
             assert f"on rank {ODD} and not on ranks 0, 2{WRITES[way][2]}: write the same" in message
 
 
+def part_frozen() -> nn.Module:
+    model = net()
+    model[0].requires_grad_(False)
+    return model
+
+
+def all_ranks_refuse_a_step_from_other_frozen_weights(rank: int, world_size: int) -> None:
+    """In a param group or not; in the first step, and later in one that looks. All may write, and other values."""
+    for in_group, in_model, at in ((True, True, 0), (True, False, 0), (False, True, 4)):
+        model = part_frozen()
+        members = [p for p in model.parameters() if in_group or p.requires_grad]
+        optimizer = LowLevelZeroOptimizer(torch.optim.SGD(members, lr=0.1), model=model if in_model else None)
+        name = "0.weight" if in_model else r"param_groups\[0\]\['params'\]\[0\]"
+        steps(Together(rank), model, optimizer, range(at))
+        if rank == ODD:
+            model[0].load_state_dict(net(7)[0].state_dict())
+        optimizer.backward(loss_at(model, at)(rank))
+        before = copies(model)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"^{name}: .*on rank 1 and not on ranks 0, 2 \(and 1 more\)"):
+                optimizer.step()
+        assert all(map(torch.equal, before, copies(model)))
+        if rank != ODD:
+            model[0].load_state_dict(net(7)[0].state_dict())
+        steps(Together(rank), model, optimizer, range(at, at + 3))
+        with torch.no_grad():
+            model[0].weight.add_(rank)
+        steps(Together(rank), model, optimizer, range(at + 3, 65))
+
+
+def frozen_weights_that_one_rank_puts_back_are_no_difference(rank: int, world_size: int) -> None:
+    model = part_frozen()
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    if rank == ODD:
+        saved = copies(model)
+        model[0].reset_parameters()
+        undo(model, saved)
+        model[0].weight.data = model[0].weight.data.clone()
+    steps(Together(rank), model, optimizer, range(3))
+    optimizer.verify()
+
+
+def all_ranks_refuse_a_step_where_one_trains_other_tensors(rank: int, world_size: int) -> None:
+    """Whatever their values are: they stay as they are there."""
+    model = net()
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    if rank == ODD:
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    optimizer.backward(loss_at(model, 0)(rank))
+    match = r"^0.weight \(replaced by another tensor\): .*on rank 1 and not on ranks 0, 2"
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+
+
 @torch.no_grad()
 def undo(model: nn.Module, saved: list[Tensor]) -> None:
     for p, value in zip(model.parameters(), saved, strict=True):
@@ -375,6 +429,9 @@ CHECKS = [
     settings_that_may_change_in_place_may_go_and_come_back,
     all_ranks_refuse_a_step_where_one_has_written_again,
     weights_that_one_rank_exchanges_and_puts_back_are_no_difference,
+    all_ranks_refuse_a_step_from_other_frozen_weights,
+    frozen_weights_that_one_rank_puts_back_are_no_difference,
+    all_ranks_refuse_a_step_where_one_trains_other_tensors,
     weights_that_others_receive_from_one_are_written_on_all,
     values_are_compared_once_where_ranks_have_not_written_alike,
 ]
