@@ -75,8 +75,7 @@ class Sharded(Stateful):
 
         Raises (on all ranks):
             TypeError: a setting that ``torch.load(weights_only=True)`` would not take back.
-            ValueError: a state's name has a dot in it, the model has another parameter of a trained one's name, or the
-                optimizer's class adds other numbers to its state dict on some ranks.
+            ValueError: a state's name has a dot in it, a name is taken, or ranks' state dicts have other added numbers.
             RuntimeError: some ranks alone have written weights since the last step.
         """
         _share_buffers(self.optimizer)
