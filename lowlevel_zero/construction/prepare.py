@@ -155,7 +155,7 @@ def _chosen(
         f"trained on {', '.join(sorted({p.device.type for p in trained}))}",
         "model=None" if model is None else "model given",
         f"the optimizer may write parameters that have no gradient: {writes_unused}",
-        *described(optimizer.param_groups, {name for p, name in names.items() if number_of.get(p)}),
+        *described(optimizer.param_groups, {names[p] for p, number in number_of.items() if number and p in names}),
     ]
     for at, group in enumerate(optimizer.param_groups[known_groups:], start=known_groups):
         for p in group["params"]:

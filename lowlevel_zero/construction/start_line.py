@@ -19,7 +19,7 @@ from ..communication.process_groups import backends_by_device
 from ..layout.held import Sharded
 from ..layout.records import bytes_of
 from ..layout.text import counted, in_bytes, shares_text
-from ..partition import BY_MATRICES, owned_by_rank
+from ..partition import owned_by_rank
 
 VARIABLE = "LOWLEVEL_ZERO_LOG"
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -110,7 +110,7 @@ def log_start(optimizer: Sharded) -> None:
             in_bytes(bytes_of(optimizer)),
         )
         for group, records in zip(parameters.shard_groups, parameters.by_shard_group, strict=True):
-            stacks = sum(record.split.by == BY_MATRICES and record.split.owner is None for record in records)
+            stacks = sum(record.split.owner is None and not record.is_flat for record in records)
             if stacks:
                 _log.info("%d stacks of matrices are cut between them: each rank steps as many of a stack", stacks)
             whole = [record.split for record in records if record.split.owner is not None]

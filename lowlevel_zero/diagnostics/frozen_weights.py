@@ -33,8 +33,8 @@ class _Place:
     name: str
     shard_group: int
     trained: Tensor | None  # the parameter of the optimizer's that was there; None: a frozen one was
-    address: int  # where the frozen one begins, and how often it has been written
-    version: int
+    address: int = 0  # where the frozen one begins, and how often it has been written
+    version: int = 0
 
 
 class FrozenWeights:
@@ -53,11 +53,11 @@ class FrozenWeights:
     def __init__(self, model: nn.Module | None, parameters: ParameterStore, alive: Callable[[], Sequence[Any]]) -> None:
         self._alive = alive
         self._found: list[tuple[_Place, Tensor]] = []
-        seen: set[Tensor] = set()
+        seen: set[int] = set()  # ids, since a tensor's hash takes two calls
         self._places = [] if model is None else list(_places(model, parameters, seen))
         self._others = nn.Module()  # holds those of param groups that the model hasn't
         named = parameter_names(parameters.groups, None)
-        self._others._parameters.update({name: p for p, name in named.items() if p not in seen})  # type: ignore[misc]
+        self._others._parameters.update({name: p for p, name in named.items() if id(p) not in seen})  # type: ignore[misc]
         self._places += _places(self._others, parameters, seen)
 
     def look(self, steps: int) -> list[Written]:
@@ -66,8 +66,7 @@ class FrozenWeights:
         if not is_due(steps):
             return []
         for place in self._places:
-            module = place.module()
-            p = None if module is None else module._parameters.get(place.key)
+            p = _held(place)
             if p is None or p is place.trained:
                 continue
             if place.trained is not None or (not p.requires_grad and _mark(p) != (place.address, place.version)):
@@ -87,23 +86,32 @@ class FrozenWeights:
     def named(self, names: Collection[str]) -> Iterator[tuple[Tensor, str]]:
         """Yield the frozen weights that have one of ``names``."""
         for place in self._places:
-            module = place.module()
-            p = None if module is None else module._parameters.get(place.key)
+            p = _held(place)
             if place.name in names and place.trained is None and p is not None:
                 yield p, place.name
 
 
-def _places(model: nn.Module, parameters: ParameterStore, seen: set[Tensor]) -> Iterator[_Place]:
-    """Yield the first places of the optimizer's parameters and of frozen ones, and add all to ``seen``."""
+def _places(model: nn.Module, parameters: ParameterStore, seen: set[int]) -> Iterator[_Place]:
+    """Yield the first places of the optimizer's parameters and of frozen ones, and add the ids of all to ``seen``."""
     for name, _, module in named_modules(model):
         for key, p in module._parameters.items():
-            if p is None or p in seen:
+            if p is None or id(p) in seen:
                 continue
-            seen.add(p)
+            seen.add(id(p))
             record = parameters.find(p)
-            if record is not None or not p.requires_grad:
-                group, trained = parameters.shard_group_of(p), None if record is None else p
-                yield _Place(ref(module), key, joined(name, key), group, trained, *_mark(p))
+            if record is not None:
+                yield _Place(ref(module), key, record.name, record.shard_group, p)
+            elif not p.requires_grad:
+                yield _Place(ref(module), key, joined(name, key), parameters.shard_group_of(p), None, *_mark(p))
+
+
+def _held(place: _Place) -> Tensor | None:
+    """Return the parameter in a place; None if there is none any more."""
+    module = place.module()
+    try:
+        return None if module is None else module._parameters[place.key]
+    except KeyError:  # it has been deleted
+        return None
 
 
 def _written(place: _Place, p: Tensor) -> Written:

@@ -353,7 +353,9 @@ def test_groups_may_differ() -> None:
     groups = [{"params": matrix(), "split": "elements"}, {"params": matrix(), "split": "parameters"}]
     assert choose_splits(AdamByHand([*groups, {"params": matrix()}])) == ["elements", "parameters", "elements"]
     assert choose_splits(AdamByHand([*groups, {"params": matrix()}]), "parameters")[2] == "parameters"
-    with pytest.raises(ValueError, match="split of param group 0: expected None, 'elements' or 'parameters', got 'ro"):
+    with pytest.raises(
+        ValueError, match="split of param group 0: expected None, 'elements', 'parameters' or 'matrices', got 'ro"
+    ):
         choose_splits(AdamByHand([{"params": matrix(), "split": "rows"}]))
 
 
