@@ -97,7 +97,7 @@ def retire_former(params: Iterable[Tensor], names: Mapping[Tensor, str], group: 
 
 
 def _by_key(optimizers: Iterable[ShardedOptimizer], group: ShardGroup) -> dict[_Key, ShardedOptimizer]:
-    """Return those of ``optimizers`` that have the ranks of ``group``, by a key that is alike on all of them."""
+    """Return the ``optimizers`` over the ranks of ``group``, each under a key that is the same on all of these."""
     found: dict[_Key, ShardedOptimizer] = {}
     members = set(ranks_of(group.group))
     for each in optimizers:

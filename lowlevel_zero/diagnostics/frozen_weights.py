@@ -77,7 +77,7 @@ class FrozenWeights:
         return [_written(place, p) for place, p in self._found]
 
     def note(self) -> None:
-        """Note that the ranks have compared what the last look has found."""
+        """Note that the ranks have compared the findings of the last look."""
         for place, p in self._found:
             place.trained = None
             place.address, place.version = _mark(p)

@@ -126,7 +126,7 @@ class _Texts:
         self._sums: MutableMapping[Tensor, tuple[int | None, str]] = WeakTensorKeyDictionary()
 
     def of(self, value: object, within: bool = False) -> str:
-        """Return a setting, or what is ``within`` one, as text."""
+        """Return a setting as text, or a value ``within`` one."""
         if type(value) is float:
             return repr(value)
         if isinstance(value, Tensor):
@@ -202,7 +202,7 @@ def _may_change(value: object) -> bool:
 
 
 def _parts(value: object) -> Iterator[object]:
-    """Yield a setting, and whatever it contains."""
+    """Yield a setting, and the values in it at any depth if it is a container."""
     yield value
     if isinstance(value, (tuple, list, dict, set, frozenset)):
         for each in value.values() if isinstance(value, dict) else value:

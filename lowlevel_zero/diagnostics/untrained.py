@@ -20,7 +20,7 @@ _EVERY = 64  # steps between two checks, in the long run
 
 
 def is_due(steps: int) -> bool:
-    """Return whether a check that takes time is due after so many steps: after 0, 1, 2, 4, ..., and every 64th."""
+    """Return whether a slow check is due after ``steps`` steps: after 0, 1, 2, 4, 8, ... and every 64th."""
     return steps % _EVERY == 0 or steps & (steps - 1) == 0
 
 
